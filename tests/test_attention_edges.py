@@ -172,11 +172,12 @@ def test_split_keys_of_longer_queries(name, match, stages):
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("splits", [33, 71, 128])
+@pytest.mark.parametrize("splits", [16, 17, 33, 71, 128])
 def test_many_splits(splits):
-    """More than the lanes of a warp; some have no keys, and some rows nothing but the sink."""
+    """As many as one warp combines, and more, also than its lanes; some have no keys, and some rows
+    nothing but the sink."""
     torch.manual_seed(splits)
-    name, match, stages = kernels("attention", "split_kv")[0]
+    name, match, stages = next(k for k in kernels("attention", "split_kv") if "_d64_" in k[0])
     for length, options in ((34 * 128 + 5, {}), (700, {"window_size": (300, 0)})):
         options = options | score_options(("sink",), 6, 1, "cpu")
         q, k, v = (

@@ -141,6 +141,7 @@ SYMBOLS = {
         "LNS_5DTypeE0ELb0ELi0ELb0ELb0EEEEEEEvNS0_14SplitKvGlobalsIT_EE"
     ),
     "attention/combine_bf16": "14combine_kernelI13__nv_bfloat16EEvNS0_14CombineGlobalsIT_EE",
+    "combine_few_bf16": "18combine_few_kernelI13__nv_bfloat16EEvNS0_14CombineGlobalsIT_EE",
     "attention_paged/combine_bf16": (
         "14combine_kernelI13__nv_bfloat16EEvNS1_14CombineGlobalsIT_EE"
     ),

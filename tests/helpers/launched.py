@@ -17,6 +17,7 @@ import pytest
 Launch = tuple[str, str]  # op and name, as the registry has them
 
 TESTS = Path(__file__).resolve().parents[1]
+FEW_SPLITS = 16  # of the keys: to so many a warp combines them
 TENSOR, ROW = 0, 1  # granularities of fp8_quantize
 
 
@@ -28,7 +29,8 @@ def _portable(name: str) -> str:
 def _attention(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     yield "attention", name
     if choice["splits"] > 1:
-        yield "attention", f"combine_{choice['dtype']}"
+        few = "few_" if choice["splits"] <= FEW_SPLITS else ""
+        yield "attention", f"combine_{few}{choice['dtype']}"
 
 
 def _attention_backward(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:

@@ -12,7 +12,10 @@ namespace thunderkittens::attention {
 template <class T, int lanes>
 __global__ __launch_bounds__(PREPROCESS_THREADS) void preprocess_kernel(
     const __grid_constant__ PreprocessGlobals<T> g) {
-    preprocess<T, lanes>(g, [] { arch::launch_dependents(); });
+    preprocess<T, lanes>(g, [] {
+        arch::wait_for_dependencies();
+        arch::launch_dependents();
+    });
 }
 
 template <class T, int part_cols>
@@ -37,6 +40,7 @@ __global__ __launch_bounds__(parts* WARPGROUP_THREADS) void postprocess_kernel(
     auto& tiles =
         allocator.template allocate<typename PostprocessGlobals<T, part_cols>::tile, parts>();
     arch::wait_for_dependencies();
+    arch::launch_dependents();
     const int id = arch::warp_uniform(warpgroup::groupid());
     const auto [block, head, b] = g.all.place();
     const Lengths s = g.sequences.lengths(b);
@@ -86,8 +90,8 @@ void launch_preprocess_kernel(const BackwardParams& params, const Workspace& wor
     const auto kernel = p.value_dim > 128  ? preprocess_kernel<T, 32>
                         : p.value_dim > 64 ? preprocess_kernel<T, 16>
                                            : preprocess_kernel<T, 8>;
-    kittens::launch(kernel, preprocess_grid(p, globals.all), dim3(PREPROCESS_THREADS), dim3(1), 0,
-                    stream, globals);
+    kittens::launch({.dependent = true}, kernel, preprocess_grid(p, globals.all),
+                    dim3(PREPROCESS_THREADS), dim3(1), 0, stream, globals);
 }
 
 inline void launch_sink_kernel(const BackwardParams& params, const Workspace& workspace,

@@ -3,6 +3,7 @@
 #include "csrc/attention/forward/forward.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <utility>
@@ -47,7 +48,7 @@ bool prefers_short_blocks(const Problem& p, const Config& few, const Config& thr
     const auto items = [&](const Config& c) {
         return ceil_div(p.q_length, 64 * c.warpgroups) * p.batch * p.q_heads;
     };
-    if (few.head_dim == 64) {
+    if (few.head_dim <= 64) {
         const bool narrow = p.window_left >= 0 && p.window_left < 512;
         return narrow || p.q_length <= (banded ? 1024 : 256) || items(three) < 2 * sm_count;
     }
@@ -60,17 +61,22 @@ bool prefers_short_blocks(const Problem& p, const Config& few, const Config& thr
     return cost(few, 1.0) <= cost(three, 0.94);
 }
 
-// Among the kernels of the smallest dimensions that hold the problem's.
-Config choose_config(const Problem& p, int sm_count) {
+// The kernels of the smallest dimensions that hold the problem's.
+std::vector<Config> fitting_whole(const Problem& p) {
     std::vector<Config> fitting;
     for (const Config& c : CONFIGS) {
         if (c.head_dim < p.head_dim || c.value_dim < p.value_dim) continue;
         if (!fitting.empty() &&
             (c.head_dim != fitting[0].head_dim || c.value_dim != fitting[0].value_dim))
             break;
-        if (c.softcap_only && softcap_only(p)) return c;
+        if (c.softcap_only && softcap_only(p)) return {c};
         if (!c.softcap_only && c.score_mod == has_score_mod(p)) fitting.push_back(c);
     }
+    return fitting;
+}
+
+Config choose_config(const Problem& p, int sm_count) {
+    const std::vector<Config> fitting = fitting_whole(p);
     if (fitting.size() == 1) return fitting[0];
     return fitting[prefers_short_blocks(p, fitting[0], fitting[1], sm_count) ? 0 : 1];
 }
@@ -82,56 +88,83 @@ Config choose_split_kv_config(const Problem& p) {
     return {};
 }
 
-// Tiles of 64 rows, in which the heads that share keys lie side by side.
-int64_t tiles_of_groups(const Problem& p) {
-    const int64_t group = p.q_heads / std::max<int64_t>(p.kv_heads, 1);
-    return ceil_div(p.q_length * group, 64) * p.kv_heads * p.batch;
+// Key blocks that a tile of rows visits: the mean, and the most. Of many tiles a sample.
+struct KeyBlockCounts {
+    double mean = 0;
+    int64_t most = 0;
+};
+// Tiles of so many rows, `group` of which share a position.
+KeyBlockCounts key_blocks_of(const Problem& p, int64_t tiles, int rows, int64_t group,
+                             int block_n) {
+    constexpr int64_t SAMPLE = 16;
+    const Band seen = band(p.causal, p.window_left, p.window_right, p.q_length, p.k_length);
+    const int64_t taken = std::clamp<int64_t>(tiles, 1, SAMPLE);
+    KeyBlockCounts counts;
+    for (int64_t i = 0; i < taken; ++i) {
+        const int64_t tile = i * tiles / taken;
+        const int64_t first = tile * rows / group;
+        const int64_t last = std::min(((tile + 1) * rows - 1) / group, p.q_length - 1);
+        const int64_t begin = std::max<int64_t>(0, first + seen.low);
+        const int64_t end = std::min(p.k_length, last + seen.high + 1);
+        const int64_t count = end > begin ? ceil_div(end, block_n) - begin / block_n : 0;
+        counts.mean += double(count) / double(taken);
+        counts.most = std::max(counts.most, count);
+    }
+    return counts;
 }
 
 // What a call takes, in microseconds of an H200: to begin and to end, a block, a step of a block
 // over a key block where it has the multiprocessor for itself, and where it shares it with one more
-// of its kind for each of these. Fitted to 656 timings of 150 drawn calls
-// (docs/experiments/attention.md).
+// of its kind for each of these. Fitted to timings of drawn calls (docs/experiments/attention.md).
 struct Costs {
     bool splits;
     int head_dim, block_m;
     double start, block, step, shared_step;
 };
 constexpr Costs COSTS[] = {
-    {true, 64, 64, 3.15, 1.69, 0.52, 0.353},   {true, 128, 64, 3.81, 2.58, 0.62, 0.15},
-    {true, 256, 64, 4.21, 2.87, 1.04, 1.04},   {false, 64, 64, 0.74, 3.17, 0.37, 0.266},
-    {false, 64, 192, 3.42, 1.94, 1.27, 1.27},  {false, 96, 192, 2.23, 2.23, 1.21, 1.21},
-    {false, 128, 128, 2.51, 1.91, 1.37, 1.37}, {false, 128, 192, 2.93, 1.86, 0.93, 0.93},
-    {false, 192, 128, 1.28, 4.78, 1.26, 1.26}, {false, 256, 128, 3.29, 2.87, 1.05, 1.05},
+    {true, 32, 64, 1.99, 2.22, 0.468, 0.221},    {true, 64, 64, 0.63, 3.71, 0.542, 0.302},
+    {true, 96, 64, 1.22, 3.31, 0.556, 0.300},    {true, 128, 64, 0.13, 4.11, 0.716, 0.300},
+    {true, 192, 64, 2.66, 2.92, 0.723, 0.723},   {true, 256, 64, 5.34, 1.88, 0.843, 0.843},
+    {false, 32, 64, 2.66, 1.58, 0.346, 0.255},   {false, 32, 192, 2.65, 2.16, 1.060, 1.060},
+    {false, 64, 64, 1.03, 1.89, 0.418, 0.304},   {false, 64, 192, 2.23, 2.06, 1.370, 1.370},
+    {false, 96, 192, 2.18, 2.25, 1.176, 1.176},  {false, 128, 128, 2.66, 2.00, 1.288, 1.288},
+    {false, 128, 192, 2.81, 1.80, 0.923, 0.923}, {false, 192, 128, 1.29, 4.25, 1.455, 1.455},
+    {false, 256, 128, 1.62, 3.68, 1.141, 1.141},
 };
-constexpr double BYTES_PER_MICROSECOND = 4.1e6;  // of keys and values, by all multiprocessors
-constexpr double COMBINATION = 0.47, COMBINATION_SPLIT = 0.049, COMBINATION_BYTE = 1.2e-6;
+constexpr double BYTES_PER_MICROSECOND = 3.07e6;  // of keys and values, by all multiprocessors
+constexpr double COMBINATION = 0.79, COMBINATION_SPLIT = 0.047, COMBINATION_BYTE = 0.36e-6;
 
-double microseconds(const Problem& p, const Choice& choice, int sm_count) {
+struct Microseconds {
+    double work, memory, total;  // of the blocks alone, of memory alone, and all in all
+};
+Microseconds microseconds(const Problem& p, const Choice& choice, int sm_count) {
     const Config& c = choice.config;
     const bool split = choice.splits > 0;
     const int block_m = 64 * c.warpgroups;
     const Costs& costs = *std::ranges::find_if(COSTS, [&](const Costs& x) {
         return x.splits == split && x.head_dim == c.head_dim && x.block_m == block_m;
     });
+    const int64_t group = split ? p.q_heads / std::max<int64_t>(p.kv_heads, 1) : 1;
+    const int64_t tiles = ceil_div(p.q_length * group, block_m);
+    const int64_t heads = p.batch * (split ? p.kv_heads : p.q_heads);
+    const int64_t splits = std::max(choice.splits, 1);
+    const KeyBlockCounts counts = key_blocks_of(p, tiles, block_m, group, c.block_n);
+    const double most = double(ceil_div(counts.most, splits));
+    const double mean = counts.mean < double(counts.most) ? counts.mean / double(splits) : most;
+    const auto time_of = [&](double key_blocks, int64_t on_one) {
+        return costs.block + key_blocks * std::max(costs.step, double(on_one) * costs.shared_step);
+    };
+    const int64_t per_sm = split ? split_kv_blocks_per_sm(c) : blocks_per_sm(c);
+    const int64_t blocks = tiles * heads * splits;
+    const int64_t full = blocks / (sm_count * per_sm);
+    int64_t rest = ceil_div(blocks % (sm_count * per_sm), sm_count);
+    // Blocks that start under the end of others are not dealt evenly: some multiprocessors fill up.
+    if (split && rest > 1) rest = per_sm;
+    double work = double(full) * time_of(mean, per_sm) + (rest > 0 ? time_of(mean, rest) : 0);
+    work = std::max(work, time_of(most, full > 0 ? per_sm : rest));
     const int64_t keys =
         p.window_left < 0 ? p.k_length
                           : std::min(p.k_length, p.window_left + p.q_length + int64_t{c.block_n});
-    double key_blocks = double(std::max<int64_t>(1, ceil_div(keys, c.block_n)));
-    int64_t blocks = ceil_div(p.q_length, block_m) * p.batch * p.q_heads;
-    if (split) {
-        blocks = tiles_of_groups(p) * choice.splits;
-        key_blocks = std::ceil(key_blocks / choice.splits);
-    } else if (p.causal != static_cast<int>(Causal::none) && p.q_length > 64) {
-        key_blocks = key_blocks * (1 - 0.5 * double(p.q_length) / double(p.k_length)) + 0.5;
-    }
-    const int64_t per_sm = split ? split_kv_blocks_per_sm(c) : blocks_per_sm(c);
-    const auto time_of = [&](int64_t on_one) {
-        return costs.block + key_blocks * std::max(costs.step, double(on_one) * costs.shared_step);
-    };
-    const int64_t full = blocks / (sm_count * per_sm), rest = blocks % (sm_count * per_sm);
-    const double work = (full > 0 ? double(full) * time_of(per_sm) : 0) +
-                        (rest > 0 ? time_of(ceil_div(rest, sm_count)) : 0);
     const double memory = double(p.batch * p.kv_heads * keys * (p.head_dim + p.value_dim)) * 2 /
                           BYTES_PER_MICROSECOND;
     double time = costs.start + std::max(work, memory) + 0.15 * std::min(work, memory);
@@ -139,39 +172,36 @@ double microseconds(const Problem& p, const Choice& choice, int sm_count) {
         const double bytes = double(p.batch * p.q_heads * p.q_length * p.value_dim) * 8;
         time += COMBINATION + choice.splits * (COMBINATION_SPLIT + COMBINATION_BYTE * bytes);
     }
-    return time;
+    return {work, memory, time};
 }
 
-// The ranges of waves of blocks, one of them on a multiprocessor: the least steps of a block, with
-// its start and the combination.
-int splits_of_waves(const Problem& p, int block_n, int sm_count) {
-    const int64_t keys =
-        p.window_left < 0 ? p.k_length : std::min(p.k_length, p.window_left + p.q_length + block_n);
-    const int64_t blocks = std::max<int64_t>(ceil_div(keys, block_n), 1);
-    int best = 1;
-    double least = 1e30;
-    for (int s = 1; s <= std::min<int64_t>(blocks, MAX_SPLITS); ++s) {
-        const auto waves = double(ceil_div(tiles_of_groups(p) * s, sm_count));
-        const double steps = waves * (double(ceil_div(blocks, s)) + 3) + (s > 1 ? 3 + 0.03 * s : 0);
-        if (steps < least) best = s, least = steps;
-    }
-    return best;
+// The ranges of one wave of blocks, one of them on a multiprocessor.
+int splits_of_a_wave(const Problem& p, int64_t key_blocks, int sm_count) {
+    const int64_t group = p.q_heads / std::max<int64_t>(p.kv_heads, 1);
+    const int64_t blocks = ceil_div(p.q_length * group, 64) * p.kv_heads * p.batch;
+    const int64_t most = std::min<int64_t>(key_blocks, MAX_SPLITS);
+    return static_cast<int>(std::clamp<int64_t>(sm_count / std::max<int64_t>(blocks, 1), 1, most));
 }
 
-// Whether keys are split, and into how many ranges. Where memory limits the model hardly tells
-// numbers of ranges apart, and those of waves stay unless others are 4 % cheaper.
-void consider_split_kv(const Problem& p, int sm_count, Choice& choice) {
+// Whether keys are split, and into how many ranges. Of longer queries the partial results should
+// stay in the cache. Of few queries, where memory limits, the model hardly tells numbers of ranges
+// apart, and those of a wave stay unless others are 4 % cheaper.
+void consider_split_kv(const Problem& p, const DeviceProperties& device, Choice& choice) {
     const Config config = choose_split_kv_config(p);
+    const int sm_count = std::max(1, device.sm_count);
     const int64_t key_blocks = std::max<int64_t>(ceil_div(p.k_length, config.block_n), 1);
-    double least = microseconds(p, choice, sm_count);
-    const Choice waves{.config = config, .splits = splits_of_waves(p, config.block_n, sm_count)};
-    const double of_waves = microseconds(p, waves, sm_count);
-    if (p.q_length <= SHORT_QUERY && 0.96 * of_waves <= least)
-        choice = waves, least = 0.96 * of_waves;
+    const int64_t partial = p.batch * p.q_heads * p.q_length * p.value_dim * 4;
+    const bool few_queries = p.q_length <= SHORT_QUERY;
+    double least = microseconds(p, choice, sm_count).total;
+    const Choice wave{.config = config, .splits = splits_of_a_wave(p, key_blocks, sm_count)};
+    const Microseconds of_wave = microseconds(p, wave, sm_count);
+    if (few_queries && of_wave.memory > of_wave.work && 0.96 * of_wave.total <= least)
+        choice = wave, least = 0.96 * of_wave.total;
     for (int splits = 1; splits <= std::min<int64_t>(key_blocks, MAX_SPLITS);
          splits += std::max(1, splits / 4)) {
+        if (splits > 1 && !few_queries && splits * partial > device.l2_bytes / 2) break;
         const Choice candidate{.config = config, .splits = splits};
-        const double time = microseconds(p, candidate, sm_count);
+        const double time = microseconds(p, candidate, sm_count).total;
         if (time < least) choice = candidate, least = time;
     }
 }
@@ -286,12 +316,18 @@ Choice choose_paged(const Problem& p, const DeviceProperties& device) {
 Choice choose(const Problem& p, const DeviceProperties& device) {
     if (!runs_native(device)) return choose_portable(p, device);
     Choice choice = choose_whole(p, device);
-    // Longer queries only where there are fewer blocks than multiprocessors. Of packed sequences
-    // the lengths are bounds, which do not tell how many blocks have rows.
-    const int64_t blocks =
-        ceil_div(p.q_length, 64 * choice.config.warpgroups) * p.batch * p.q_heads;
-    if (p.q_length <= SHORT_QUERY || (!p.varlen && blocks < device.sm_count))
-        consider_split_kv(p, std::max(1, device.sm_count), choice);
+    // Of packed sequences the lengths are bounds, which do not tell how many blocks have rows.
+    if (!p.varlen && !has_score_mod(p)) {
+        // What the rules say stays unless the model has another tile 10 % cheaper.
+        const int sm_count = std::max(1, device.sm_count);
+        const double limit = 0.9 * microseconds(p, choice, sm_count).total;
+        for (const Config& c : fitting_whole(p)) {
+            const Choice other{.config = with_dtype(c, p.dtype),
+                               .section_heads = choose_section(p, 64 * c.warpgroups, device)};
+            if (microseconds(p, other, sm_count).total < limit) choice = other;
+        }
+    }
+    if (p.q_length <= SHORT_QUERY || !p.varlen) consider_split_kv(p, device, choice);
     choice.config.dtype = p.dtype;
     return choice;
 }
@@ -306,23 +342,28 @@ std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device)
         for (const Config& c : fitting_portable(p)) add(portable_choice(p, c, device));
         return list;
     }
-    const Config smallest = choose_split_kv_config(p);
+    // Kernels of the smallest dimensions that hold the problem's, and those of a power of two.
+    constexpr int SMALL = 64;
+    const int smallest = choose_split_kv_config(p).head_dim;
+    const int most = std::max(int(std::bit_ceil(unsigned(smallest))), SMALL);
     for (const Config& config : SPLIT_KV_CONFIGS) {
-        if (config.head_dim != smallest.head_dim) continue;
+        if (config.head_dim < p.head_dim || config.value_dim < p.value_dim) continue;
+        if (config.head_dim > most) break;
         for (const int splits : {1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128}) {
             if (splits > ceil_div(p.k_length, config.block_n)) break;
             // Of longer queries the partial results should stay in the cache.
-            if (p.q_length > SHORT_QUERY && (tiles_of_groups(p) * splits > 8 * device.sm_count))
+            if (p.q_length > SHORT_QUERY &&
+                splits * p.batch * p.q_heads * p.q_length * p.value_dim * 4 > device.l2_bytes / 2)
                 break;
             add({.config = config, .splits = splits});
         }
     }
-    const Config* first = nullptr;  // others are of the same dimensions
+    const Config* first = nullptr;
     for (const Config& c : CONFIGS) {
         if (c.head_dim < p.head_dim || c.value_dim < p.value_dim) continue;
         const bool other =
             first && (c.head_dim != first->head_dim || c.value_dim != first->value_dim);
-        if (other) break;
+        if (other && c.head_dim > SMALL) break;
         const bool has_its_own = softcap_only(p) && has_softcap_only(c);
         if (c.softcap_only ? !softcap_only(p) : has_its_own || c.score_mod != has_score_mod(p))
             continue;
@@ -383,13 +424,14 @@ KernelInfo portable_info(const Config& config) {
     return info;
 }
 
-// The kernel that combines the results of those that split the keys, in the same source.
-KernelInfo combining_info(DType dtype) {
+// The kernels that combine the results of those that split the keys, in the same source.
+KernelInfo combining_info(DType dtype, bool few) {
     KernelInfo info;
-    info.name = concat("combine_", name_of(dtype));
-    info.config = "weighs and adds up the results of the ranges of keys";
+    info.name = concat(few ? "combine_few_" : "combine_", name_of(dtype));
+    info.config = concat("weighs and adds up the results of ", few ? "few" : "the",
+                         " ranges of keys, ", few ? "a warp" : "four warps", " for a row");
     info.source = concat("split_kv_", name_of(dtype));
-    info.symbol = "14combine_kernelI";
+    info.symbol = few ? "18combine_few_kernelI" : "14combine_kernelI";
     info.threads = 128;
     return info;
 }
@@ -404,7 +446,7 @@ std::vector<KernelInfo> kernels() {
             list.push_back(kernel_info(with_dtype(c, dtype), true));
         for (const Config& c : PORTABLE_CONFIGS)
             list.push_back(portable_info(with_dtype(c, dtype)));
-        list.push_back(combining_info(dtype));
+        for (const bool few : {false, true}) list.push_back(combining_info(dtype, few));
     }
     return list;
 }

@@ -31,6 +31,7 @@ struct Config {
 
 // The kernels that are compiled, each for bf16 and fp16 (instances.txt).
 constexpr Config CONFIGS[] = {
+    {32, 32, 1, 64, 3, false},    {32, 32, 3, 128, 2, false},
     {64, 64, 1, 64, 3, false},    {64, 64, 3, 128, 2, false},
     {64, 64, 3, 128, 2, true},    {96, 96, 3, 96, 3, false},
     {96, 96, 3, 80, 3, true},     {128, 128, 2, 128, 2, false},
@@ -86,11 +87,11 @@ constexpr Config PORTABLE_CONFIGS[] = {
 // Split-KV, for short queries: 64 rows, the keys split among blocks, of which several share a
 // multiprocessor where registers allow it.
 constexpr Config SPLIT_KV_CONFIGS[] = {
-    {64, 64, 1, 64, 4, true},
-    {128, 128, 1, 64, 2, true},
-    {256, 256, 1, 64, 3, true},
+    {32, 32, 1, 64, 4, true},   {64, 64, 1, 64, 4, true},   {96, 96, 1, 64, 2, true},
+    {128, 128, 1, 64, 2, true}, {192, 192, 1, 64, 3, true}, {256, 256, 1, 64, 3, true},
 };
-constexpr int MAX_SPLITS = 128;  // of the keys
+constexpr int MAX_SPLITS = 128;         // of the keys
+constexpr int MAX_SPLITS_OF_WARP = 16;  // whose results a warp combines for a row
 constexpr Config with_dtype(Config config, DType dtype) {
     config.dtype = dtype;
     return config;
@@ -135,7 +136,7 @@ consteval Config split_kv_config_of(ConfigName name) {
 // registers, and needs only a warp beside the consumer.
 constexpr int blocks_per_sm(const Config& c) {
     if (c.warpgroups > 1 || c.score_mod) return 1;
-    return c.block_n <= 64 ? 3 : 2;
+    return c.block_n > 64 ? 2 : c.head_dim > 32 ? 3 : 4;
 }
 constexpr int forward_threads(const Config& c) {
     if (c.is_portable()) return 64 * c.warpgroups / c.warp_rows * 32;
@@ -174,7 +175,7 @@ constexpr ForwardMemory forward_memory(const Config& c) {
 constexpr int portable_blocks_per_sm(const Config& c) { return 256 / forward_threads(c); }
 // Of the kernels that split keys.
 constexpr int split_kv_blocks_per_sm(const Config& c) {
-    return std::min(3, 228 * 1024 / (forward_memory(c).bytes + 1024));
+    return std::min(c.head_dim > 32 ? 3 : 4, 228 * 1024 / (forward_memory(c).bytes + 1024));
 }
 
 struct Choice {

@@ -363,6 +363,9 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void forwar
         arch::mbarrier_init_fence();
     }
     arch::sync_block();
+    // In a stream of calls this kernel starts under the end of what is before it.
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
     const int role = arch::warp_uniform(warpgroup::groupid());
     if (role == Kernel::warpgroups) {
         if constexpr (Kernel::moves_registers)
@@ -417,8 +420,8 @@ void launch_forward(const ForwardParams& params, Stream stream) {
     };
     const auto blocks = unsigned(
         std::clamp(globals.scheduler.work_tiles(), 1, Kernel::blocks_per_sm * params.sm_count));
-    kittens::launch(forward_kernel<Kernel>, dim3(blocks), dim3(Kernel::threads), dim3(1),
-                    Kernel::shared_bytes, stream, globals);
+    kittens::launch({.dependent = true}, forward_kernel<Kernel>, dim3(blocks),
+                    dim3(Kernel::threads), dim3(1), Kernel::shared_bytes, stream, globals);
 }
 
 }  // namespace thunderkittens::attention

@@ -64,6 +64,7 @@ struct SplitKvGlobals {
     ScoreMod score_mod;
     int head_dim, kv_heads, group;
     int tiles, splits;  // blocks of rows per key head; ranges of keys
+    Divisor by_group, by_splits, by_tiles, by_heads;
 };
 
 template <class Kernel>
@@ -78,29 +79,27 @@ struct SplitKvShared {
 // One block's share: key blocks [begin, end), from the last down.
 template <class Kernel>
 struct SplitKvWork {
-    int b, kv_head, split, first_row;
+    int b, kv_head, split, first_row, first_position;
     Lengths s;
     KeyBlocks keys;
     int begin, end;
 
     __device__ __forceinline__ SplitKvWork(const SplitKvGlobals<Kernel>& g) {
-        int index = static_cast<int>(blockIdx.x);
-        split = index % g.splits;
-        index /= g.splits;
-        first_row = 64 * (index % g.tiles);
-        index /= g.tiles;
-        kv_head = index % g.kv_heads;
-        b = index / g.kv_heads;
+        const int index = static_cast<int>(blockIdx.x);
+        const int of_all = g.by_splits.quotient(index), line = g.by_tiles.quotient(of_all);
+        split = index - of_all * g.splits;
+        first_row = 64 * (of_all - line * g.tiles);
+        b = g.by_heads.quotient(line);
+        kv_head = line - b * g.kv_heads;
         s = g.sequences.lengths(b);
-        const int last = ::min((first_row + 63) / g.group, s.q_length - 1);
-        keys = key_blocks<Kernel::block_n>(s, first_row / g.group, last);
-        const int count = has_rows(g) ? keys.end - keys.begin : 0;
-        begin = keys.begin + int(int64_t(count) * split / g.splits);
-        end = keys.begin + int(int64_t(count) * (split + 1) / g.splits);
+        first_position = g.by_group.quotient(first_row);
+        const int last = ::min(g.by_group.quotient(first_row + 63), s.q_length - 1);
+        keys = key_blocks<Kernel::block_n>(s, first_position, last);
+        const int count = has_rows() ? keys.end - keys.begin : 0;
+        begin = keys.begin + g.by_splits.quotient(count * split);
+        end = keys.begin + g.by_splits.quotient(count * (split + 1));
     }
-    __device__ __forceinline__ bool has_rows(const SplitKvGlobals<Kernel>& g) const {
-        return s.q_length > first_row / g.group;
-    }
+    __device__ __forceinline__ bool has_rows() const { return s.q_length > first_position; }
 };
 
 template <class Kernel>
@@ -141,7 +140,7 @@ struct SplitKvConsumer {
     };
     __device__ __forceinline__ Row row_of(int row) const {
         const int index = work.first_row + row;
-        const int position = index / g.group;
+        const int position = g.by_group.quotient(index);
         return {position, work.kv_head * g.group + index - position * g.group,
                 position < work.s.q_length};
     }
@@ -149,18 +148,33 @@ struct SplitKvConsumer {
         if (warpgroup::laneid() == 0) arrive(s);
     }
 
+    // Several loads are on their way at a time. Threads beyond whole rows have none.
     __device__ __forceinline__ void load_query() {
         constexpr int per_load = 16 / int(sizeof(T));
         constexpr int row_loads = Kernel::head_dim / per_load;
-        for (int i = warpgroup::laneid(); i < 64 * row_loads; i += WARPGROUP_THREADS) {
-            const int column = i % row_loads * per_load;
-            const Row row = row_of(i / row_loads);
-            uint4 value = make_uint4(0, 0, 0, 0);
-            if (row.exists && column < g.head_dim) {
-                const T* from = g.q.at(work.b, row.head, work.s.q_begin + row.position, column);
-                value = arch::load_global(reinterpret_cast<const uint4*>(from));
+        constexpr int rows_apart = WARPGROUP_THREADS / row_loads;
+        constexpr int loads = (64 + rows_apart - 1) / rows_apart, together = loads < 8 ? loads : 8;
+        const int first = warpgroup::laneid() / row_loads;
+        const int column = warpgroup::laneid() % row_loads * per_load;
+        const auto is_there = [&](int row) { return first < rows_apart && row < 64; };
+#pragma unroll
+        for (int begin = 0; begin < loads; begin += together) {
+            uint4 values[together];
+#pragma unroll
+            for (int i = 0; i < together; ++i) {
+                const int in_tile = first + (begin + i) * rows_apart;
+                const Row row = row_of(in_tile);
+                values[i] = make_uint4(0, 0, 0, 0);
+                if (is_there(in_tile) && row.exists && column < g.head_dim) {
+                    const T* from = g.q.at(work.b, row.head, work.s.q_begin + row.position, column);
+                    values[i] = arch::load_global(reinterpret_cast<const uint4*>(from));
+                }
             }
-            arch::store_shared(shared.q.address_of(i / row_loads, column), value);
+#pragma unroll
+            for (int i = 0; i < together; ++i) {
+                const int row = first + (begin + i) * rows_apart;
+                if (is_there(row)) arch::store_shared(shared.q.address_of(row, column), values[i]);
+            }
         }
         arch::fence_async_shared();
         warpgroup::sync(1);
@@ -287,30 +301,65 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void split_
         }
         arch::mbarrier_init_fence();
     }
-    // The combination waits for the results by itself, and is ready by then.
-    arch::launch_dependents();
     arch::sync_block();
+    // What comes next waits for the results by itself, and is ready by then.
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
     const SplitKvWork<Kernel> work(g);
-    if (!work.has_rows(g)) return;
+    if (!work.has_rows()) return;
     if (arch::warp_uniform(warpgroup::groupid()) == 0)
         SplitKvConsumer<Kernel>{g, shared, work}.run();
     else if (laneid() == 0)
         split_kv_produce(g, shared, work);
 }
 
-// Combines the splits of one row per block: each warp adds up every fourth split, then the sums of
-// the warps are added.
+// Combines the splits of a row: one warp, or where there are many splits the four warps of a block,
+// each of which adds up every fourth; then the sums of the warps are added.
 template <class T>
 struct CombineGlobals {
     SplitKvResults<T> results;
     SequenceTable sequences;
 };
 constexpr int COMBINE_WARPS = 4, COMBINE_THREADS = COMBINE_WARPS * WARP_THREADS;
-static_assert(MAX_SPLITS <= COMBINE_THREADS);
+static_assert(MAX_SPLITS <= COMBINE_THREADS && MAX_SPLITS_OF_WARP <= WARP_THREADS);
 struct CombineShared {
     float weights[COMBINE_THREADS];
     float warp_top[COMBINE_WARPS], warp_sum[COMBINE_WARPS];
     float2 sums[COMBINE_WARPS][COMBINE_THREADS];  // pairs of columns
+};
+// What a row's results are of, and its sink; nobody: it is behind the last packed sequence.
+template <class T>
+struct CombineRow {
+    int head, position, b;
+    bool nobody;
+    float sink;
+
+    __device__ __forceinline__ CombineRow(const CombineGlobals<T>& g, int64_t row) {
+        const auto& r = g.results;
+        const int line = static_cast<int>(row / r.positions);
+        position = static_cast<int>(row - int64_t(line) * r.positions);
+        head = line % r.heads, b = line / r.heads;
+        nobody = g.sequences.cu_q != nullptr &&
+                 position >= arch::load_global_readonly(g.sequences.cu_q + g.sequences.batch);
+        sink = r.sink == nullptr || nobody ? -INFINITY : arch::load_global_readonly(r.sink + head);
+    }
+    // Of a split's results.
+    static __device__ __forceinline__ float2 part(const SplitKvResults<T>& r, int64_t row,
+                                                  int split, int pair) {
+        return arch::load_global(reinterpret_cast<const float2*>(
+            r.partial_out + (split * r.rows + row) * r.value_dim + 2 * pair));
+    }
+    __device__ __forceinline__ void store(const SplitKvResults<T>& r, int pair, float2 o,
+                                          float reciprocal) const {
+        T* to = r.out.at(b, head, position, 2 * pair);
+        arch::store_global(reinterpret_cast<packed_type<T>*>(to),
+                           pack_pair<T>(o.x * reciprocal, o.y * reciprocal));
+    }
+    static __device__ __forceinline__ void store_lse(const SplitKvResults<T>& r, int64_t row,
+                                                     float base, float sum) {
+        if (r.lse != nullptr)
+            arch::store_global(r.lse + row, sum == 0.0f ? -INFINITY : base + logf(sum));
+    }
 };
 
 template <class T>
@@ -319,26 +368,19 @@ __global__ __launch_bounds__(COMBINE_THREADS) void combine_kernel(
     auto& shared = arch::static_shared<CombineShared>();
     const auto& r = g.results;
     const int64_t row = blockIdx.x;
-    const int line = static_cast<int>(row / r.positions);
-    const int position = static_cast<int>(row - int64_t(line) * r.positions);
-    const int head = line % r.heads, b = line / r.heads;
     const int thread = static_cast<int>(threadIdx.x), warp = warpid(), lane = laneid();
     arch::wait_for_dependencies();
-    // Behind the last packed sequence.
-    const bool nobody =
-        g.sequences.cu_q != nullptr &&
-        position >= arch::load_global_readonly(g.sequences.cu_q + g.sequences.batch);
-    const float sink =
-        r.sink == nullptr || nobody ? -INFINITY : arch::load_global_readonly(r.sink + head);
+    arch::launch_dependents();
+    const CombineRow<T> of(g, row);
     // A thread per split.
-    const bool exists = thread < r.splits && !nobody;
+    const bool exists = thread < r.splits && !of.nobody;
     const float lse = exists ? arch::load_global(r.partial_lse + thread * r.rows + row) : -INFINITY;
     float top = lse;
 #pragma unroll
     for (int d = WARP_THREADS / 2; d > 0; d /= 2) top = fmaxf(top, arch::shuffle_xor(top, d));
     if (lane == 0) shared.warp_top[warp] = top;
     arch::sync_block();
-    top = sink;
+    top = of.sink;
     for (const float x : shared.warp_top) top = fmaxf(top, x);
     const float base = top == -INFINITY ? 0.0f : top;
     float sum = arch::exp2_approx((lse - base) * LOG2_E);
@@ -347,7 +389,7 @@ __global__ __launch_bounds__(COMBINE_THREADS) void combine_kernel(
     for (int d = WARP_THREADS / 2; d > 0; d /= 2) sum += arch::shuffle_xor(sum, d);
     if (lane == 0) shared.warp_sum[warp] = sum;
     arch::sync_block();
-    sum = arch::exp2_approx((sink - base) * LOG2_E);
+    sum = arch::exp2_approx((of.sink - base) * LOG2_E);
     for (const float x : shared.warp_sum) sum += x;
 
     const int pairs = r.value_dim / 2;
@@ -357,8 +399,7 @@ __global__ __launch_bounds__(COMBINE_THREADS) void combine_kernel(
         for (int i = warp; i < r.splits; i += COMBINE_WARPS) {
             const float weight = shared.weights[i];
             if (weight == 0.0f) continue;  // nothing was written, or it does not count
-            const float2 part = arch::load_global(reinterpret_cast<const float2*>(
-                r.partial_out + (i * r.rows + row) * r.value_dim + 2 * pair));
+            const float2 part = of.part(r, row, i, pair);
             o = {fmaf(weight, part.x, o.x), fmaf(weight, part.y, o.y)};
         }
         shared.sums[warp][pair] = o;
@@ -367,14 +408,57 @@ __global__ __launch_bounds__(COMBINE_THREADS) void combine_kernel(
     if (thread < pairs) {
         float2 o = {0.0f, 0.0f};
         for (const auto& sums : shared.sums) o = {o.x + sums[thread].x, o.y + sums[thread].y};
-        const float reciprocal = sum == 0.0f ? 0.0f : 1.0f / sum;
-        T* to = r.out.at(b, head, position, 2 * thread);
-        arch::store_global(reinterpret_cast<packed_type<T>*>(to),
-                           pack_pair<T>(o.x * reciprocal, o.y * reciprocal));
+        of.store(r, thread, o, sum == 0.0f ? 0.0f : 1.0f / sum);
     }
-    if (r.lse != nullptr && thread == 0) {
-        arch::store_global(r.lse + row, sum == 0.0f ? -INFINITY : base + logf(sum));
+    if (thread == 0) of.store_lse(r, row, base, sum);
+}
+
+// Of few splits: a lane knows the weight of one, and the warp passes it round. Columns are up to
+// four pairs a lane.
+template <class T>
+__global__ __launch_bounds__(COMBINE_THREADS) void combine_few_kernel(
+    const __grid_constant__ CombineGlobals<T> g) {
+    constexpr int PAIRS = 4;
+    const auto& r = g.results;
+    const int64_t row = int64_t(blockIdx.x) * COMBINE_WARPS + warpid();
+    const int lane = laneid();
+    arch::wait_for_dependencies();
+    arch::launch_dependents();
+    if (row >= r.rows) return;
+    const CombineRow<T> of(g, row);
+    const bool exists = lane < r.splits && !of.nobody;
+    const float lse = exists ? arch::load_global(r.partial_lse + lane * r.rows + row) : -INFINITY;
+    float top = fmaxf(lse, of.sink);
+#pragma unroll
+    for (int d = MAX_SPLITS_OF_WARP / 2; d > 0; d /= 2) top = fmaxf(top, arch::shuffle_xor(top, d));
+    top = arch::shuffle(top, 0);
+    const float base = top == -INFINITY ? 0.0f : top;
+    const float weight = arch::exp2_approx((lse - base) * LOG2_E);
+    float sum = weight;
+#pragma unroll
+    for (int d = MAX_SPLITS_OF_WARP / 2; d > 0; d /= 2) sum += arch::shuffle_xor(sum, d);
+    sum = arch::shuffle(sum, 0) + arch::exp2_approx((of.sink - base) * LOG2_E);
+    const int pairs = r.value_dim / 2;
+    float2 o[PAIRS] = {};
+#pragma unroll 4
+    for (int i = 0; i < r.splits; ++i) {
+        const float share = arch::shuffle(weight, i);
+#pragma unroll
+        for (int j = 0; j < PAIRS; ++j) {
+            const int pair = lane + j * WARP_THREADS;
+            // Of weight 0 nothing was written, or it does not count.
+            if (pair >= pairs || share == 0.0f) continue;
+            const float2 part = of.part(r, row, i, pair);
+            o[j] = {fmaf(share, part.x, o[j].x), fmaf(share, part.y, o[j].y)};
+        }
     }
+    const float reciprocal = sum == 0.0f ? 0.0f : 1.0f / sum;
+#pragma unroll
+    for (int j = 0; j < PAIRS; ++j) {
+        const int pair = lane + j * WARP_THREADS;
+        if (pair < pairs) of.store(r, pair, o[j], reciprocal);
+    }
+    if (lane == 0) of.store_lse(r, row, base, sum);
 }
 
 template <Config config>
@@ -410,15 +494,22 @@ void launch_split_kv(const ForwardParams& params, Stream stream) {
         .kv_heads = int(p.kv_heads),
         .group = group,
         .tiles = int((p.q_length * group + 63) / 64),
-        .splits = params.splits};
+        .splits = params.splits,
+        .by_group = Divisor(group),
+        .by_splits = Divisor(params.splits),
+        .by_tiles = Divisor(int((p.q_length * group + 63) / 64)),
+        .by_heads = Divisor(int(p.kv_heads))};
     const int64_t blocks = p.batch * p.kv_heads * globals.tiles * globals.splits;
     if (blocks > 0) {
-        kittens::launch(split_kv_kernel<Kernel>, dim3(unsigned(blocks)), dim3(Kernel::threads),
-                        dim3(1), Kernel::shared_bytes, stream, globals);
+        kittens::launch({.dependent = true}, split_kv_kernel<Kernel>, dim3(unsigned(blocks)),
+                        dim3(Kernel::threads), dim3(1), Kernel::shared_bytes, stream, globals);
     }
     if (combine) {
-        kittens::launch({.dependent = blocks > 0}, combine_kernel<T>, dim3(unsigned(results.rows)),
-                        dim3(COMBINE_THREADS), dim3(1), 0, stream,
+        const bool few = params.splits <= MAX_SPLITS_OF_WARP;
+        const int64_t rows =
+            few ? (results.rows + COMBINE_WARPS - 1) / COMBINE_WARPS : results.rows;
+        kittens::launch({.dependent = true}, few ? combine_few_kernel<T> : combine_kernel<T>,
+                        dim3(unsigned(rows)), dim3(COMBINE_THREADS), dim3(1), 0, stream,
                         CombineGlobals<T>{results, {p, s}});
     }
 }
