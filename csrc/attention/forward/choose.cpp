@@ -225,7 +225,7 @@ Choice portable_choice(const Problem& p, const Config& config, const DevicePrope
 }
 // Of two, the one of more rows is the quicker where as many of its blocks share a multiprocessor as
 // registers allow, and there are blocks for all of these. One whose warps have no more rows gains
-// nothing by them (docs/experiments/portable.md), and is for GPUs that do not hold two of the other.
+// nothing by them (docs/experiments/portable.md): it is for GPUs that do not hold two of the other.
 Choice choose_portable(const Problem& p, const DeviceProperties& device) {
     const std::vector<Config> fitting = fitting_portable(p);
     const auto fits = [&](const Config& c) {
