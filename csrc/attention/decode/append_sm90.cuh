@@ -93,28 +93,28 @@ __device__ __forceinline__ void append(const AppendGlobals<T>& g) {
     const int64_t count = int64_t{g.tokens} * row_loads;
     for (int64_t i = int64_t{blockIdx.x} * APPEND_THREADS + threadIdx.x; i < count;
          i += int64_t{gridDim.x} * APPEND_THREADS) {
-        // A division of 64 bits takes as long as a load from L2.
-        const int token =
-            count <= INT32_MAX ? static_cast<int>(i) / row_loads : static_cast<int>(i / row_loads);
+        const int token = static_cast<int>(i / row_loads);
         int load = static_cast<int>(i - int64_t{token} * row_loads);
-        const int b = token / g.row_count, row = token - b * g.row_count;
-        const bool key = load < g.heads * k_loads;
-        if (!key) load -= g.heads * k_loads;
-        const int loads = key ? k_loads : v_loads, head = load / loads;
-        const int column = (load - head * loads) * per_load;
-        const T* const from = key ? g.k.at(b, head, row, 0) : g.v.at(b, head, row, 0);
-        // Before the place is looked up, for which it takes two loads that wait for each other.
-        const bool rotated = key && column < g.rotary.dim;
-        uint4 value{};
-        if (!rotated) value = arch::load_global(reinterpret_cast<const uint4*>(from + column));
         const Place place = place_of(g, token);
         if (!place.exists) continue;
-        if (rotated) value = g.rotary.load(from, column, place.position);
-        const Cache& strides = key ? g.k_strides : g.v_strides;
-        T* const to = (key ? g.k_cache : g.v_cache) +
-                      (place.page * strides.page_stride + place.offset * strides.token_stride +
-                       head * strides.head_stride + column);
-        arch::store_global(reinterpret_cast<uint4*>(to), value);
+        const int b = token / g.row_count, row = token - b * g.row_count;
+        if (load < g.heads * k_loads) {
+            const int head = load / k_loads, column = load % k_loads * per_load;
+            const uint4 value = g.rotary.load(g.k.at(b, head, row, 0), column, place.position);
+            T* const to = g.k_cache + (place.page * g.k_strides.page_stride +
+                                       place.offset * g.k_strides.token_stride +
+                                       head * g.k_strides.head_stride + column);
+            arch::store_global(reinterpret_cast<uint4*>(to), value);
+        } else {
+            load -= g.heads * k_loads;
+            const int head = load / v_loads, column = load % v_loads * per_load;
+            const T* const from = g.v.at(b, head, row, column);
+            T* const to = g.v_cache + (place.page * g.v_strides.page_stride +
+                                       place.offset * g.v_strides.token_stride +
+                                       head * g.v_strides.head_stride + column);
+            arch::store_global(reinterpret_cast<uint4*>(to),
+                               arch::load_global(reinterpret_cast<const uint4*>(from)));
+        }
     }
 }
 

@@ -54,9 +54,8 @@ __device__ __forceinline__ void produce(const ForwardGlobals<Kernel>& g,
 
 // Of paged keys: whole warps, of which half load queries and keys and half load values where there
 // are several, so that a slot of one ring need not wait for one of the other. The pieces of a tile
-// go round the warps of a side, whose lanes know the places of as many of the next pieces; then one
-// lane issues the warp's transfers one after the other. What counts are instructions for a tile:
-// the consumers on the same scheduler wait for them.
+// go round the warps of a side. Each lane looks a piece up, one tile ahead, and knows where it is
+// before its slot is free; then one lane issues the warp's transfers one after the other.
 template <class Kernel, bool KEYS, bool VALUES>
 struct PagedProducer {
     static constexpr int warps = KEYS && VALUES ? 1 : Kernel::producer_warps / 2;
@@ -68,12 +67,8 @@ struct PagedProducer {
         semaphore *full, *empty;
         const Layout<Tile>& from;
         int page_rows;
-        // Of the lane's piece: its first row, and how many there are to the end of its page or of
-        // the sequence. Of the piece that it has next, the page.
-        int first = 0, rows_left = 0;
-        PageTable::Page next{};
-        int tiles_left = 0;  // whose pieces the lanes know
-        RingPosition<Kernel::stages> at{};
+        PageTable::Page next;  // of this lane's piece of the next tile
+        RingPosition<Kernel::stages> at;
     };
 
     const ForwardGlobals<Kernel>& g;
@@ -81,61 +76,42 @@ struct PagedProducer {
     const int warp;  // of a side
     const int step = warps * g.pages.piece;
     const int first_row = warp * g.pages.piece;  // of this warp, in a tile
-    const int warp_pieces =                      // of a tile
-        ::max((Kernel::block_n - first_row + step - 1) / step, 1);
-    const int known_tiles = WARP_THREADS / warp_pieces;
-    // Of the lane's piece: in which of these tiles it is, counted back, and where in that.
-    const int tile_back = laneid() / warp_pieces;
-    const int row = first_row + (laneid() - tile_back * warp_pieces) * step;
-    Side<typename Kernel::k_tile> k{shared.k, shared.k_full, shared.k_empty, g.k,
-                                    g.pages.k_page_rows};
-    Side<typename Kernel::v_tile> v{shared.v, shared.v_full, shared.v_empty, g.v,
-                                    g.pages.v_page_rows};
-    RingPosition<Kernel::q_slots> q_at{};
+    const int row = first_row + laneid() * step;
+    Side<typename Kernel::k_tile> k{
+        shared.k, shared.k_full, shared.k_empty, g.k, g.pages.k_page_rows, {}, {}};
+    Side<typename Kernel::v_tile> v{
+        shared.v, shared.v_full, shared.v_empty, g.v, g.pages.v_page_rows, {}, {}};
+    RingPosition<Kernel::q_slots> q_at;
 
-    // Of the lane's piece of the tiles from `block` on back.
-    __device__ __forceinline__ int key_of(int block) const {
-        return (block - tile_back) * Kernel::block_n + row;
-    }
     template <class Tile>
-    __device__ __forceinline__ void start(Side<Tile>& side, const ForwardWorkTile<Kernel>& work,
-                                          int block) const {
-        side.next = g.pages.page_of(work.b, key_of(block), work.s.k_length);
-        side.tiles_left = 0;
-    }
-    // A look-up waits for memory, so that of the next pieces is on its way from here on.
-    template <class Tile>
-    __device__ __forceinline__ void know_places(Side<Tile>& side,
-                                                const ForwardWorkTile<Kernel>& work,
-                                                int block) const {
-        const ragged_coord place =
-            g.pages.place(side.next, 0, key_of(block), work.s.k_length, side.page_rows);
-        side.first = place.begin + place.row;
-        side.rows_left = place.length - place.row;
-        side.next = g.pages.page_of(work.b, key_of(block - known_tiles), work.s.k_length);
-        side.tiles_left = known_tiles;
+    __device__ __forceinline__ void look_up(Side<Tile>& side, const ForwardWorkTile<Kernel>& work,
+                                            int block) const {
+        if (row < Kernel::block_n)
+            side.next = g.pages.page_of(work.b, block * Kernel::block_n + row, work.s.k_length);
     }
     template <class Tile>
     __device__ __forceinline__ void load(Side<Tile>& side, const ForwardWorkTile<Kernel>& work,
                                          int kv_head, int block) {
-        if (side.tiles_left == 0) know_places(side, work, block);
-        int lane = (known_tiles - side.tiles_left--) * warp_pieces;
+        const ragged_coord own = g.pages.place(side.next, kv_head, block * Kernel::block_n + row,
+                                               work.s.k_length, side.page_rows);
+        look_up(side, work, block - 1);
         const auto place_of = [&](int lane) -> ragged_coord {
             return {.head = kv_head,
-                    .begin = arch::shuffle(side.first, lane),
-                    .length = arch::shuffle(side.rows_left, lane)};
+                    .begin = arch::shuffle(own.begin, lane),
+                    .length = arch::shuffle(own.length, lane),
+                    .row = arch::shuffle(own.row, lane)};
         };
-        ragged_coord place = place_of(lane);
+        ragged_coord place = place_of(0);
         Tile& tile = side.tiles[side.at.stage];
         semaphore& full = side.full[side.at.stage];
         wait(side.empty[side.at.stage], side.at.phase ^ 1);
         if (warp == 0 && arch::elect_one()) tma::expect(full, tile);
-        int at = first_row;
-        if (arch::elect_one()) tma::load_piece_async(tile, at, side.from.ragged, place, full);
+        int lane = 0;
 #pragma unroll 1
-        while ((at += step) < Kernel::block_n) {
+        for (int at = first_row; at < Kernel::block_n; at += step) {
+            const ragged_coord here = place;
             place = place_of(++lane);
-            if (arch::elect_one()) tma::load_piece_async(tile, at, side.from.ragged, place, full);
+            if (arch::elect_one()) tma::load_piece_async(tile, at, side.from.ragged, here, full);
         }
         side.at.advance();
     }
@@ -157,16 +133,18 @@ struct PagedProducer {
             if (!work.sees_keys()) return;
             const KeyBlocks& keys = work.keys;
             const int kv_head = work.head / g.group;
-            int block = keys.end - 1;
-            if constexpr (KEYS) start(k, work, block);
-            if constexpr (VALUES) start(v, work, block);
             if constexpr (KEYS) {
+                look_up(k, work, keys.end - 1);
+                if constexpr (VALUES) v.next = k.next;
                 if (warp == 0) load_query(work, 0);
-                load(k, work, kv_head, block);
+                load(k, work, kv_head, keys.end - 1);
                 for (int w = 1; w < Kernel::warpgroups; ++w)
                     if (warp == 0) load_query(work, w);
                 q_at.advance();
+            } else {
+                look_up(v, work, keys.end - 1);
             }
+            int block = keys.end - 1;
             for (; block > keys.begin; --block) {
                 if constexpr (KEYS) load(k, work, kv_head, block - 1);
                 if constexpr (VALUES) load(v, work, kv_head, block);

@@ -21,6 +21,8 @@ from ._registration import (
 )
 
 _NAME = "append_kv"
+_OPERANDS: tuple[str, ...] = ("k_cache", "v_cache", "k", "v")
+_NVFP4_OPERANDS = (*_OPERANDS[:2], "k_block_scale", "v_block_scale", *_OPERANDS[2:])
 MOST_CODES = 256  # of a row of a cache of 8 or 4 bits, which a warp writes
 _op = torch.ops.thunderkittens.append_kv.default
 
@@ -105,9 +107,9 @@ def append_kv(
             "torch.func"
         )
     if not torch.compiler.is_compiling():
-        if k_block_scale is None or v_block_scale is None:
-            names, operands, written = _OPERANDS, (k_cache, v_cache, k, v), 2
-        else:
+        names, written = _OPERANDS, 2
+        operands: tuple[Any, ...] = (k_cache, v_cache, k, v)
+        if k_block_scale is not None and v_block_scale is not None:
             names, written = _NVFP4_OPERANDS, 4
             operands = (k_cache, v_cache, k_block_scale, v_block_scale, k, v)
         for x in operands:
@@ -135,10 +137,6 @@ def append_kv(
             *(k_block_scale, v_block_scale),
         )
     call_checked(_op, args, _require)
-
-
-_OPERANDS = ("k_cache", "v_cache", "k", "v")
-_NVFP4_OPERANDS = ("k_cache", "v_cache", "k_block_scale", "v_block_scale", "k", "v")
 
 
 def _require(args: tuple[Any, ...]) -> None:
