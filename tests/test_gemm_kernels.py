@@ -233,7 +233,7 @@ E4M3 = torch.float8_e4m3fn
 
 # Columns of a tile; rows, columns, k, and how many blocks divide k.
 FP8_SPLIT_K = [
-    (96, (128, 136, 640, 2)),
+    (64, (128, 100, 640, 2)),
     (96, (65, 100, 1552, 8)),
     (112, (200, 203, 400, 3)),
     (128, (70, 250, 1104, 4)),
@@ -244,12 +244,16 @@ FP8_SPLIT_K = [
     (192, (128, 200, 272, 3)),
     (224, (140, 456, 1168, 1)),
     (224, (130, 7, 528, 2)),
+    (256, (129, 300, 656, 2)),
 ]
 
 
-def split_k_config(block_n: int, splits: int) -> dict[str, object]:
+def split_k_config(
+    block_n: int, splits: int, *, accurate: bool, share: tuple[int, int] = (1, 1)
+) -> dict[str, object]:
     config = {"block_m": 128, "block_n": block_n, "block_k": 128, "swap_ab": False}
     config |= {"strategy": "split_k", "stages": 0, "buffers": 0, "consumers": 2}
+    config |= {"cluster_m": share[0], "cluster_n": share[1], "sums": int(accurate)}
     return config | {"splits": splits}
 
 
@@ -265,7 +269,7 @@ def test_fp8_gemm_split_k(accurate, policy):
         bias = torch.randint(-3, 4, (n,)).to(torch.bfloat16) if number % 3 else None
         options = {"accurate": accurate, "bias": bias, "out_dtype": DTYPES[number // 2 % 2]}
         right = b.t().contiguous().t().to(E4M3)
-        with tk.emulate(policy, seed=n, config=split_k_config(block_n, splits)) as run:
+        with tk.emulate(policy, seed=n, config=split_k_config(block_n, splits, accurate=accurate)) as run:
             out = tk.fp8_gemm(a.to(E4M3), right, *scales, **options)
         assert torch.equal(out, tk.reference.fp8_gemm(a, b, *scales, **options)), (m, n, k, splits)
         kind = "promoted" if accurate else "fast"
@@ -279,7 +283,7 @@ def test_what_fp8_split_k_leaves_to_others(options, accurate):
     a, b = torch.randint(-2, 3, (130, 400)).float(), torch.randint(-2, 3, (400, 200)).float()
     scales, options = (torch.ones(()), torch.ones(())), options | {"accurate": accurate}
     right = b.t().contiguous().t().to(E4M3)
-    with tk.emulate("late_mma", seed=1, config=split_k_config(112, 2)):
+    with tk.emulate("late_mma", seed=1, config=split_k_config(112, 2, accurate=accurate)):
         out = tk.fp8_gemm(a.to(E4M3), right, *scales, **options)
     assert torch.equal(out, tk.reference.fp8_gemm(a, b, *scales, **options))
 
@@ -295,7 +299,7 @@ def test_rows_of_split_k_tiles_are_of_one_tile(splits, policy):
     b[256:512] = 1
     left, right = a.to(E4M3), b.t().contiguous().to(E4M3).t()
     options = {"bias": torch.full((100,), 3.0, dtype=torch.bfloat16), "accurate": True}
-    with tk.emulate(policy, seed=splits, config=split_k_config(96, splits)):
+    with tk.emulate(policy, seed=splits, config=split_k_config(96, splits, accurate=True)):
         out = tk.fp8_gemm(left, right, torch.ones(()), torch.ones(()), **options)
     assert torch.equal(out[16:], out[:-16])
     # The small part is lost, or not.
@@ -309,7 +313,7 @@ def test_reruns_of_fp8_split_k(accurate):
     scales = torch.rand(130, 1), torch.rand(1, 100)
     runs = []
     for policy, seed in itertools.product(POLICIES, range(2)):
-        with tk.emulate(policy, seed=seed, config=split_k_config(96, 4)):
+        with tk.emulate(policy, seed=seed, config=split_k_config(96, 4, accurate=accurate)):
             runs.append(tk.fp8_gemm(a, b, *scales, accurate=accurate))
     assert all(torch.equal(run, runs[0]) for run in runs)
 
