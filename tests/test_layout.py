@@ -411,7 +411,7 @@ SHORT_DIMENSIONS = {
     "csrc/gemm/dense/single_wave_64x64_sm90.cuh": "tiles, no more than multiprocessors",
     "csrc/gemm/dense/single_wave_sm90.cuh": "tiles, no more than multiprocessors",
     "csrc/gemm/dense/split_k_sm90.cuh": "parts of k",
-    "csrc/gemm/fp8/split_k_sm90.cuh": "tiles, no more than multiprocessors",
+    "csrc/gemm/fp8/split_k_sm90.cuh": "columns of tiles, see for_each_split_k()",
     "csrc/linear_attention/based/backward_prepost_sm90.cuh": "two results",
     "csrc/linear_attention/based/scan_sm90.cuh": "parts of a state",
     "csrc/linear_attention/lolcats/kv_cache_sm90.cuh": "parts of a cache",

@@ -16,28 +16,33 @@ namespace thunderkittens::fp8_gemm {
 struct Fit {
     // A step of 128 of k: its products, times what tiles of a width gain or lose; promoted sums, of
     // wide tiles and of others, and block-wise scales.
-    double wide = 0.748, medium = 0.709, narrow = 0.962, narrowest = 0.732;
-    double promoted = 1.049, promoted_narrow = 0.972, blocks = 1.204;
+    double wide = 0.764, medium = 0.74, narrow = 0.696, narrowest = 0.533;
+    double promoted = 0.991, promoted_narrow = 1.27;
+    double blocks = 1.17, blocks_split_k = 0.9;
     // A line of 128 bytes that the SM asks of the L2 cache, and one that it receives.
-    double asked = 1.506, received = 1.495, least_step = 10.4;
+    double asked = 1.12, received = 1.54, least_step = 2.19;
     // What rows that do not begin at lines cost more; lines that the L2 cache gives per cycle to
     // all SMs, and where all of them ask for the same ones.
-    double off_line = 0.323, off_line_l2 = 1.277, l2 = 102, same_line = 25.5;
-    double blend = 0.445;  // of the shorter of products and loads, which disturb each other
+    double off_line = 0.505, off_line_l2 = 1.31, l2 = 106, same_line = 27.7;
+    double blend = 0.419;  // of the shorter of products and loads, which disturb each other
     // Of swap-AB, 128 of k of a stage: at least, and for a row of a.
-    double swap_ab_step = 160, swap_ab_row = 5.63;
-    // A kernel before its first product and after its last; the same of a cluster; its steps.
-    double start = 1303, swap_ab = 1498, split_k = 1530, tiled = 2349, start_promoted = 166;
-    double cluster_start = 1054, lockstep = 0.982;
+    double swap_ab_step = 136, swap_ab_row = 5.89;
+    // A kernel before its first product and after its last; of a cluster; its steps.
+    double start = 1494, swap_ab = 1617, split_k = 1585, tiled = 2320, pingpong = 208;
+    double start_promoted = 1.19e-11, cluster_start = 543, lockstep = 0.967;
     // What the tiles behind the first cost besides; an element of a tile.
-    double next_swap_ab = 1529, next_split_k = 2896, next_tiled = 1054, next_element = 0.016;
-    double store_swap_ab = 0.328, store_split_k = 0.177, store_tiled = 0.081;
-    // Split-K: a kernel, and an element of a tile; of swap-AB, for each block more.
-    double split = 1164, split_element = 0.106, split_swap_ab = 298, split_swap_ab_element = 0.127;
+    double next_swap_ab = 1524, next_split_k = 2924, next_tiled = 1373;
+    double next_pingpong = 1203, next_element = 0.00706;
+    double store_swap_ab = 0.188, store_split_k = 0.176, store_tiled = 0.0793;
+    // Split-K: a kernel, each block more, and an element of a tile; the same of swap-AB, and where
+    // all blocks add.
+    double split = 519, split_more = 294, split_element = 0.118;
+    double split_swap_ab = 208, split_swap_ab_element = 0.0603;
+    double reduced_swap_ab = 1469, reduced_element = 1.75e-15;
     // Bytes of memory per cycle, of the GPU, and of the shorter of that and the steps.
-    double memory = 1884, blend_memory = 0.357;
+    double memory = 2220, blend_memory = 0.538;
     // SMs that clusters of so many blocks leave without work, of 132.
-    double lost_by_3 = 17.7, lost_by_4 = 8.8, lost_by_8 = 30.7;
+    double lost_by_3 = 6.33, lost_by_4 = 8.79, lost_by_8 = 30.1;
 };
 constexpr Fit FIT;
 
@@ -88,7 +93,10 @@ inline double product_cycles(const Choice& choice, const Tiling& t, const Proble
                   : c.block_n >= 128 ? FIT.narrow
                                      : FIT.narrowest;
     if (c.sums != Sums::fast) rate *= c.block_n >= 176 ? FIT.promoted : FIT.promoted_narrow;
-    return t.block_m * t.block_n / 32 * rate * (p.blockwise ? FIT.blocks : 1);
+    const double blocks = choice.kernel == Kernel::split_k ? FIT.blocks_split_k : FIT.blocks;
+    // To read its rows of a from shared memory takes a narrower tile as long.
+    const double width = std::max(t.block_n, 96.0);
+    return t.block_m * width / 32 * rate * (p.blockwise ? blocks : 1);
 }
 
 // A step of a block, with `at_a_time` blocks at work.
@@ -115,21 +123,27 @@ inline double step_cycles(const Choice& choice, const Tiling& t, const Problem& 
 // What a block does beside its steps, with `more` tiles behind its first one.
 inline double other_cycles(const Choice& choice, const Tiling& t, double more) {
     const double size = t.block_m * t.block_n;
+    const int others = t.splits - 1;
     switch (choice.kernel) {
         case Kernel::swap_ab: {
-            const double split =
-                FIT.split_swap_ab + FIT.split_swap_ab_element * size * (t.splits - 1);
+            const bool gathers = others <= senders(choice.config) && more == 0;
+            const double reduced = FIT.reduced_swap_ab + FIT.reduced_element * size;
+            const double split = FIT.split_swap_ab + FIT.split_swap_ab_element * size * others +
+                                 (gathers ? 0 : reduced);
             return FIT.swap_ab + size * FIT.store_swap_ab +
-                   more * (FIT.next_swap_ab + size * FIT.store_swap_ab) +
-                   (t.splits > 1 ? split : 0);
+                   more * (FIT.next_swap_ab + size * FIT.store_swap_ab) + (others > 0 ? split : 0);
         }
-        case Kernel::split_k:
+        case Kernel::split_k: {
+            const double split = FIT.split + FIT.split_more * others + FIT.split_element * size;
             return FIT.split_k + size * FIT.store_split_k / t.splits +
-                   more * (FIT.next_split_k + size * FIT.store_split_k) +
-                   (t.splits > 1 ? FIT.split + FIT.split_element * size : 0);
-        default:
-            return FIT.tiled + size * FIT.store_tiled +
-                   more * (FIT.next_tiled + size * FIT.next_element);
+                   more * (FIT.next_split_k + size * FIT.store_split_k) + (others > 0 ? split : 0);
+        }
+        default: {
+            const bool pingpong = is_pingpong(choice.config);
+            const double next =
+                pingpong ? FIT.next_pingpong : FIT.next_tiled + size * FIT.next_element;
+            return FIT.tiled + (pingpong ? FIT.pingpong : 0) + size * FIT.store_tiled + more * next;
+        }
     }
 }
 

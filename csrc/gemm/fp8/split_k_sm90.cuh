@@ -3,94 +3,17 @@
 // and blocks with the same tile its k (split-K).
 //
 // Roles: one warp loads, two warpgroups multiply 64 rows each, with promoted accumulation as in
-// promoted_sm90.cuh, block-wise 1D2D scales included, or fast accumulation. Instructions come from memory, too: so what follows the
-// products is not unrolled. Sums go to shared memory, and each warp reduces 16 rows of them: it
-// copies to the other blocks with the same tile the rows that they finish, and adds what they send
-// in the order of the blocks, so that reruns give the same bits.
+// promoted_sm90.cuh, where scales may be block-wise ones (1D2D), or fast accumulation. Instructions
+// come from memory, too: so what follows the products is not unrolled. Sums go to shared memory,
+// and each warp reduces 16 rows of them: it copies to the other blocks with the same tile the rows
+// that they finish, and adds what they send in the order of the blocks, so that reruns give the
+// same bits.
 #pragma once
 
-#include "csrc/gemm/common/launch_sm90.cuh"
-#include "csrc/gemm/common/reduce_cluster_sm90.cuh"
-#include "csrc/gemm/dense/prologue_sm90.cuh"
-#include "csrc/gemm/fp8/products_sm90.cuh"
-#include "csrc/gemm/fp8/split_k.h"
+#include "csrc/gemm/fp8/split_k_epilogue_sm90.cuh"
 
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
-
-template <Sums sums_>
-struct SplitKTraits {
-    using TA = fp8e4m3;
-    using TB = fp8e4m3;
-    static constexpr bool fast = sums_ == Sums::fast;
-    static constexpr Config config = split_k_config(SPLIT_K_WIDTHS[0], sums_);
-    static constexpr int consumers = config.consumers, rows = config.block_m;
-    static constexpr int own_rows = rows / consumers;
-    // Promoted sums take more registers than all threads can have.
-    static constexpr int threads = split_k_threads(sums_);
-    static constexpr int producer_registers = 40, consumer_registers = 232;
-    using a_tile = st<TA, rows, BLOCK_K>;
-
-    struct Shared {
-        st<TA, SPLIT_K_RING_ROWS, BLOCK_K> ring;  // of both operands
-        sv_fl<rows> of_rows;
-        sv_fl<SPLIT_K_WIDTHS[0]> of_columns, bias;
-        semaphore full[SPLIT_K_STAGES], empty[SPLIT_K_STAGES];
-        semaphore there[consumers];  // what other blocks have sent
-        semaphore sent[consumers];   // what this one has
-    };
-    static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
-    static_assert(sizeof(Shared) == SPLIT_K_SHARED_BYTES, "split_k.h knows another size");
-
-    struct Globals {
-        int k_each, k_extra;  // steps of a block; the first `k_extra` of them have one more
-        int width, stages, stage_bytes;
-        uint32_t share_m, share_n;  // blocks that share b's and a's tiles: the cluster along m, n
-        int a_slice, b_slice;       // rows that one of them loads for all
-        // The last tiles begin where they are whole: rows that are not there are slow to load.
-        uint32_t last_row, last_col;
-        CUtensorMap a, b;
-        Scales scale_a, scale_b;
-        const void* bias;
-        DType out_dtype, bias_dtype;
-        bool vec4_aligned;  // four neighbouring elements of out are aligned
-        bool blockwise;     // scales are of 128 of k, those of b of 128 columns
-        bool per_column;    // each column has a scale
-        void* out;
-        uint32_t m, n;
-
-        __device__ __forceinline__ bool multicasts() const { return share_m * share_n > 1; }
-    };
-};
-
-// Named barrier of the consumers.
-constexpr int DONE = READY + 1;
-
-// The position of the block's tile.
-template <class Traits>
-__device__ __forceinline__ uint32_t tile_row(const typename Traits::Globals& g) {
-    return min(blockIdx.x * Traits::rows, g.last_row);
-}
-template <class Traits>
-__device__ __forceinline__ uint32_t tile_col(const typename Traits::Globals& g) {
-    return min(blockIdx.y * g.width, g.last_col);
-}
-template <class Traits>
-__device__ __forceinline__ int first_step(const typename Traits::Globals& g, int block) {
-    return block * g.k_each + min(block, g.k_extra);
-}
-
-// The place of a block among those of its range of k, whose counts along m and n are powers of two,
-// and the rank in the cluster of the first of these.
-struct SharePlace {
-    uint32_t in_m, in_n, first;
-
-    template <class Globals>
-    __device__ __forceinline__ explicit SharePlace(const Globals& g)
-        : in_m(blockIdx.x & (g.share_m - 1)),
-          in_n(blockIdx.y & (g.share_n - 1)),
-          first(blockIdx.z * g.share_m * g.share_n) {}
-};
 
 // Of a tile that several blocks share, each loads as many rows, for all of them.
 template <class Traits>
@@ -132,31 +55,6 @@ __device__ __forceinline__ void produce_split_k(const typename Traits::Globals& 
     }
 }
 
-// Releases a stage to the blocks that fill it: lane i of a consumer's first warp arrives at block i
-// of those of its range of k. One arrival stands for the warpgroup, because wgmma reads shared
-// memory for all of it.
-struct ShareRelease {
-    bool own, alone;
-    uint32_t peer;
-
-    template <class Globals>
-    __device__ __forceinline__ explicit ShareRelease(const Globals& g) : alone(!g.multicasts()) {
-        const SharePlace place(g);
-        const uint32_t i = laneid(), in_row = g.share_m * place.in_n;
-        const bool shares = i < g.share_m * g.share_n &&
-                            ((i & (g.share_m - 1)) == place.in_m || i - in_row < g.share_m);
-        own = warpgroup::warpid() == 0 && shares;
-        peer = place.first + i;
-    }
-    __device__ __forceinline__ void operator()(semaphore& empty) const {
-        if (!own) return;
-        if (alone)
-            arrive(empty);
-        else
-            arrive_remote_relaxed(empty, static_cast<int>(peer));
-    }
-};
-
 // The consumers fetch the scales of rows and columns and the bias.
 template <class Traits>
 __device__ __forceinline__ void fetch_values(const typename Traits::Globals& g,
@@ -182,22 +80,6 @@ __device__ __forceinline__ void fetch_values(const typename Traits::Globals& g,
     arch::named_barrier_sync(DONE, Traits::consumers * WARPGROUP_THREADS);
 }
 
-// Stages a consumer's sums in shared memory, row by row.
-template <class Traits, int width, class D>
-__device__ __forceinline__ void stage_sums(typename Traits::Shared& shared, const D& d) {
-    constexpr int pitch = sums_pitch(width);
-    const uint32_t to = shared.ring.address() + (kittens::warpid() * 16 + laneid() / 4) * pitch +
-                        laneid() % 4 * sizeof(float2);
-    // No product reads the ring any more.
-    arch::named_barrier_sync(DONE, Traits::consumers * WARPGROUP_THREADS);
-#pragma unroll
-    for (int i = 0; i < width / 8; ++i) {
-        const auto& data = d.tiles[0][i / 2].data;
-        arch::store_shared(to + i * 32, data[i % 2 * 2]);
-        arch::store_shared(to + i * 32 + 8 * pitch, data[i % 2 * 2 + 1]);
-    }
-}
-
 template <int cols>
 __device__ __forceinline__ void add_product(rt_fl<16, cols>& sum, const rt_fl<16, cols>& product) {
 #pragma unroll
@@ -209,65 +91,6 @@ __device__ __forceinline__ void add_product(rt_fl<16, cols>& sum, const rt_fl<16
         }
     }
 }
-
-// Block-wise scales of a consumer's products: a thread has two rows, and a product one block of
-// b's. Those of the step after the next are on their way.
-template <class Traits, int products>
-struct StepScales {
-    const float *of_rows[2], *of_blocks[products];
-    int64_t rows_step, blocks_step;
-    float now[2 + products], next[2 + products];
-
-    __device__ __forceinline__ StepScales(const typename Traits::Globals& g, int own_row)
-        : rows_step(g.scale_a.inner), blocks_step(g.scale_b.inner) {
-        const int64_t step = first_step<Traits>(g, static_cast<int>(blockIdx.z));
-        const uint32_t last = (g.n + 127) / 128 - 1;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint32_t row = min(tile_row<Traits>(g) + own_row + i * 8, g.m - 1);
-            of_rows[i] = g.scale_a.data + int64_t(row) * g.scale_a.outer + step * rows_step;
-        }
-#pragma unroll
-        for (int i = 0; i < products; ++i) {
-            const uint32_t block = min(tile_col<Traits>(g) / 128 + i, last);
-            of_blocks[i] = g.scale_b.data + int64_t(block) * g.scale_b.outer + step * blocks_step;
-        }
-        fetch(true);
-        advance();
-    }
-    // Of the next step, if there is one.
-    __device__ __forceinline__ void fetch(bool there) {
-        if (!there) return;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            next[i] = arch::load_global(of_rows[i]);
-            of_rows[i] += rows_step;
-        }
-#pragma unroll
-        for (int i = 0; i < products; ++i) {
-            next[2 + i] = arch::load_global(of_blocks[i]);
-            of_blocks[i] += blocks_step;
-        }
-    }
-    __device__ __forceinline__ void advance() {
-#pragma unroll
-        for (int i = 0; i < 2 + products; ++i) now[i] = next[i];
-    }
-    template <int cols>
-    __device__ __forceinline__ void add(rt_fl<16, cols>& sum, const rt_fl<16, cols>& product,
-                                        int which) const {
-        const float factors[2] = {now[0] * now[2 + which], now[1] * now[2 + which]};
-#pragma unroll
-        for (int j = 0; j < sum.width; ++j) {
-#pragma unroll
-            for (int r = 0; r < sum.packed_per_base; ++r) {
-                const float2 x = product.tiles[0][j].data[r];
-                float2& s = sum.tiles[0][j].data[r];
-                s = make_float2(fmaf(x.x, factors[r % 2], s.x), fmaf(x.y, factors[r % 2], s.y));
-            }
-        }
-    }
-};
 
 // The products of a consumer.
 template <class Traits, int width, bool blockwise = false>
@@ -383,130 +206,6 @@ __device__ __forceinline__ void multiply_width(const typename Traits::Globals& g
     } else if constexpr (!last) {
         multiply_width<Traits, i + 1>(g, shared, steps);
     }
-}
-
-// A warp's 16 rows of sums: where they lie, where other blocks send theirs, and which of them this
-// block finishes.
-template <class Traits>
-struct SplitKRows {
-    const int rank = blockIdx.z, splits = gridDim.z;
-    const int pitch, begin, end, each;
-    const uint32_t sums, received;
-
-    __device__ __forceinline__ SplitKRows(const typename Traits::Globals& g,
-                                          typename Traits::Shared& shared)
-        : pitch(sums_pitch(g.width)),
-          begin(first_of(rank)),
-          end(first_of(rank + 1)),
-          each(sent_bytes(g.width, splits)),
-          sums(shared.ring.address() + kittens::warpid() * 16 * pitch),
-          received(shared.ring.address() + uint32_t(sizeof(shared.ring)) -
-                   (kittens::warpid() + 1) * (splits - 1) * each) {}
-    __device__ __forceinline__ int first_of(int block) const { return 16 * block / splits; }
-};
-
-// Reduce-scatter: sends each other block the rows that it finishes, one lane for each, and waits
-// for what they send.
-template <class Traits>
-__device__ __forceinline__ void scatter_rows(const typename Traits::Globals& g,
-                                             typename Traits::Shared& shared,
-                                             const SplitKRows<Traits>& rows) {
-    const int consumer = warpgroup::groupid(), other = laneid();
-    const bool sends = other < rows.splits && other != rows.rank;
-    const uint32_t shares = g.share_m * g.share_n;
-    const uint32_t to = arch::cluster_rank() + (other - rows.rank) * shares;
-    arch::fence_async_shared();
-    arch::sync_warp();
-    if (!g.multicasts()) cluster::wait();  // the others' semaphores are there
-    if (sends) {
-        const int begin = rows.first_of(other), count = rows.first_of(other + 1) - begin;
-        const int place = rows.rank - (rows.rank > other);
-        arch::bulk_copy_to_cluster(arch::map_shared_rank(rows.received + place * rows.each, to),
-                                   rows.sums + begin * rows.pitch, count * rows.pitch,
-                                   arch::map_shared_rank(shared.there[consumer].address(), to));
-    }
-    wait_cluster(shared.there[consumer], 0);
-    if (sends) arrive_remote_relaxed(shared.sent[consumer], static_cast<int>(to));
-    arch::sync_warp();
-}
-
-// Adds the partial sums, applies scales and bias, rounds and stores. Neighbouring lanes have
-// neighbouring vectors of four elements of a row.
-template <class Traits, class O>
-__device__ __forceinline__ void store_rows(const typename Traits::Globals& g,
-                                           typename Traits::Shared& shared,
-                                           const SplitKRows<Traits>& rows) {
-    constexpr int count = 4;  // of fours at a time
-    const int fours = g.width / 4;
-    const uint32_t first_row = kittens::warpid() * 16;
-    const uint32_t m = tile_row<Traits>(g) + first_row, n = tile_col<Traits>(g);
-    const int rows_on = WARP_THREADS / fours, fours_on = WARP_THREADS % fours;
-    int next_row = rows.begin + laneid() / fours, next_four = laneid() % fours;
-#pragma unroll 1
-    while (next_row < rows.end) {
-        int row[count], col[count];
-        float4 x[count];
-        float scale[count];
-#pragma unroll
-        for (int j = 0; j < count; ++j) {
-            row[j] = next_row, col[j] = next_four * 4;
-            next_row += rows_on, next_four += fours_on;
-            if (next_four >= fours) next_four -= fours, ++next_row;
-        }
-        const auto there = [&](int j) { return min(row[j], rows.end - 1); };
-#pragma unroll
-        for (int j = 0; j < count; ++j) {
-            x[j] = arch::load_shared<float4>(rows.sums + there(j) * rows.pitch + col[j] * 4);
-            scale[j] =
-                arch::load_shared<float>(shared.of_rows.address() + (first_row + there(j)) * 4);
-        }
-        const auto with = [&](auto at, auto combine) {
-#pragma unroll
-            for (int j = 0; j < count; ++j) {
-                const auto y = arch::load_shared<float4>(at(j) + col[j] * 4);
-                combine(x[j].x, y.x), combine(x[j].y, y.y);
-                combine(x[j].z, y.z), combine(x[j].w, y.w);
-            }
-        };
-        const auto add = [](float& to, float y) { to += y; };
-        const auto multiply = [](float& to, float y) { to *= y; };
-#pragma unroll 1
-        for (int i = 0; i < rows.splits - 1; ++i) {
-            const uint32_t from = rows.received + i * rows.each;
-            with([&](int j) { return from + (there(j) - rows.begin) * rows.pitch; }, add);
-        }
-#pragma unroll
-        for (int j = 0; j < count; ++j) {
-            x[j].x *= scale[j], x[j].y *= scale[j], x[j].z *= scale[j], x[j].w *= scale[j];
-        }
-        if (g.per_column) {
-            with([&](int) { return shared.of_columns.address(); }, multiply);
-        }
-        if (g.bias != nullptr) with([&](int) { return shared.bias.address(); }, add);
-#pragma unroll
-        for (int j = 0; j < count; ++j) {
-            const uint32_t at_m = m + row[j], at_n = n + col[j];
-            if (row[j] >= rows.end || at_m >= g.m || at_n >= g.n) continue;
-            const float values[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
-            const int exist = g.n - at_n < 4 ? static_cast<int>(g.n - at_n) : 4;
-            gemm::sm90::store_four(static_cast<O*>(g.out) + (int64_t(at_m) * g.n + at_n), values,
-                                   g.vec4_aligned, exist);
-        }
-    }
-}
-
-template <class Traits>
-__device__ __forceinline__ void reduce_and_store(const typename Traits::Globals& g,
-                                                 typename Traits::Shared& shared) {
-    const SplitKRows<Traits> rows(g, shared);
-    arch::sync_warp();
-    if (rows.splits > 1) scatter_rows<Traits>(g, shared, rows);
-    if (g.out_dtype == DType::bf16)
-        store_rows<Traits, bf16>(g, shared, rows);
-    else
-        store_rows<Traits, half>(g, shared, rows);
-    // The others read this block's shared memory until they have what it sends.
-    if (rows.splits > 1) wait_cluster(shared.sent[warpgroup::groupid()], 0);
 }
 
 // Called by one thread, before any other block knows of the semaphores.
