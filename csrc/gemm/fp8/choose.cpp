@@ -312,7 +312,9 @@ void for_each_tiled(const Problem& p, int sm_count, Add&& add) {
         add(tiled_choice(make_config(shape, dtypes, true), {}, p, sm_count));
 }
 
-// Visits the cluster tiles of every width, with each way to share loads and to divide k.
+// Visits the cluster tiles of every width, with each way to share loads and to divide k. More blocks
+// that share them have to wait for each other more.
+constexpr int MOST_SHARES = 4;
 template <typename Add>
 void for_each_split_k(const Problem& p, Add&& add) {
     const int64_t rows = ceil_div(p.m, 128), steps = ceil_div(p.k, BLOCK_K);
@@ -322,8 +324,8 @@ void for_each_split_k(const Problem& p, Add&& add) {
         if (columns + MAX_SPLITS > UINT16_MAX || (p.blockwise && !takes_blocks(width))) continue;
         for (const int splits : {1, 2, 3, 4, 6, 8}) {
             if (splits > steps) break;
-            for (int m = 1; m <= MAX_SPLITS && m < 2 * rows; m *= 2) {
-                for (int n = 1; n <= MAX_SPLITS && n < 2 * columns; n *= 2) {
+            for (int m = 1; m <= MOST_SHARES && m < 2 * rows; m *= 2) {
+                for (int n = 1; m * n <= MOST_SHARES && n < 2 * columns; n *= 2) {
                     if (fits_splits(width, splits) && fits_cluster(width, m, n, splits))
                         add(split_k_choice(width, {.m = m, .n = n}, splits, p));
                 }
@@ -350,11 +352,16 @@ void for_each_candidate(const Problem& p, int sm_count, Add&& add) {
 Choice cheapest(const Problem& p, const DeviceProperties& device) {
     if (!runs_native(device)) return choose_portable(p, device);
     const int sm_count = std::max(1, device.sm_count);
-    Choice best = choose_in_lines(p, sm_count);
-    if (p.grouped || p.k == 0) return best;
-    // By which another kernel has to be cheaper.
-    double least = (in_lines(p) ? 0.93 : 1) * fitted_cycles(best, p, sm_count);
+    const Choice tuned = choose_in_lines(p, sm_count);
+    // The few rows that a large weight is read for are tuned to the speed of memory.
+    const bool reads = in_lines(p) && is_skinny(p) && double(p.n) * double(p.k) > 0x1p24;
+    if (p.grouped || p.k == 0 || reads) return tuned;
+    Choice best = tuned;
+    // By which another kernel has to be cheaper than the one that is tuned.
+    double least = (in_lines(p) ? 0.93 : 1) * fitted_cycles(tuned, p, sm_count);
     for_each_candidate(p, sm_count, [&](const Choice& choice) {
+        const bool waves = choice.kernel == Kernel::split_k && choice.schedule.blocks > sm_count;
+        if (waves && in_lines(p)) return;
         const double needed = fitted_cycles(choice, p, sm_count);
         if (needed < least) best = choice, least = needed;
     });

@@ -12,37 +12,38 @@
 namespace thunderkittens::fp8_gemm {
 
 // The constants of the model: cycles of an H200's SM, unless they say otherwise. They are fitted to
-// drawn products, each with some thirty kernels and clusters (docs/experiments/fp8.md).
+// 392 products, each with some twenty kernels and clusters (docs/experiments/fp8.md).
 struct Fit {
     // A step of 128 of k: its products, times what tiles of a width gain or lose; promoted sums, of
     // wide tiles and of others, and block-wise scales.
-    double wide = 0.764, medium = 0.74, narrow = 0.696, narrowest = 0.533;
-    double promoted = 0.991, promoted_narrow = 1.27;
-    double blocks = 1.17, blocks_split_k = 0.9;
+    double wide = 0.825, medium = 0.785, narrow = 0.755, narrowest = 0.641, of_64 = 0.96;
+    double promoted = 1.08, promoted_narrow = 1.17;
+    double blocks = 1.13, blocks_split_k = 1.19;
     // A line of 128 bytes that the SM asks of the L2 cache, and one that it receives.
-    double asked = 1.12, received = 1.54, least_step = 2.19;
+    double asked = 0.517, received = 0.912;
     // What rows that do not begin at lines cost more; lines that the L2 cache gives per cycle to
     // all SMs, and where all of them ask for the same ones.
-    double off_line = 0.505, off_line_l2 = 1.31, l2 = 106, same_line = 27.7;
-    double blend = 0.419;  // of the shorter of products and loads, which disturb each other
+    double off_line = 0.429, off_line_l2 = 1.54, l2 = 111, same_line = 56.2;
+    double blend = 0.486;  // of the shorter of products and loads, which disturb each other
     // Of swap-AB, 128 of k of a stage: at least, and for a row of a.
-    double swap_ab_step = 136, swap_ab_row = 5.89;
+    double swap_ab_step = 154, swap_ab_row = 6.23;
     // A kernel before its first product and after its last; of a cluster; its steps.
-    double start = 1494, swap_ab = 1617, split_k = 1585, tiled = 2320, pingpong = 208;
-    double start_promoted = 1.19e-11, cluster_start = 543, lockstep = 0.967;
+    double start = 1865, swap_ab = 1536, split_k = 1594, tiled = 2896, pingpong = 24;
+    double cluster_start = 623, lockstep = 0.965, share_two = 1.04, share_four = 0.98;
     // What the tiles behind the first cost besides; an element of a tile.
-    double next_swap_ab = 1524, next_split_k = 2924, next_tiled = 1373;
-    double next_pingpong = 1203, next_element = 0.00706;
-    double store_swap_ab = 0.188, store_split_k = 0.176, store_tiled = 0.0793;
+    double next_swap_ab = 1709, next_split_k = 4762, next_tiled = 1335;
+    double next_pingpong = 1022;
+    double store_swap_ab = 0.143, store_split_k = 0.173, store_tiled = 0.0558;
     // Split-K: a kernel, each block more, and an element of a tile; the same of swap-AB, and where
     // all blocks add.
-    double split = 519, split_more = 294, split_element = 0.118;
-    double split_swap_ab = 208, split_swap_ab_element = 0.0603;
-    double reduced_swap_ab = 1469, reduced_element = 1.75e-15;
+    double split = 87, split_more = 452, split_element = 0.117;
+    double split_swap_ab = 131, split_swap_ab_element = 0.0392;
+    double reduced_swap_ab = 1526;
     // Bytes of memory per cycle, of the GPU, and of the shorter of that and the steps.
-    double memory = 2220, blend_memory = 0.538;
-    // SMs that clusters of so many blocks leave without work, of 132.
-    double lost_by_3 = 6.33, lost_by_4 = 8.79, lost_by_8 = 30.1;
+    double memory = 2266, blend_memory = 0.525;
+    // SMs that clusters of so many blocks leave without work, of 132: 39 of three run at a time, 30
+    // of four, 15 of eight.
+    double lost_by_3 = 15, lost_by_4 = 12, lost_by_6 = 28, lost_by_8 = 12;
 };
 constexpr Fit FIT;
 
@@ -91,7 +92,7 @@ inline double product_cycles(const Choice& choice, const Tiling& t, const Proble
     double rate = c.block_n >= 256   ? FIT.wide
                   : c.block_n >= 176 ? FIT.medium
                   : c.block_n >= 128 ? FIT.narrow
-                                     : FIT.narrowest;
+                                     : FIT.narrowest * (c.block_n == 64 ? FIT.of_64 : 1);
     if (c.sums != Sums::fast) rate *= c.block_n >= 176 ? FIT.promoted : FIT.promoted_narrow;
     const double blocks = choice.kernel == Kernel::split_k ? FIT.blocks_split_k : FIT.blocks;
     // To read its rows of a from shared memory takes a narrower tile as long.
@@ -116,8 +117,7 @@ inline double step_cycles(const Choice& choice, const Tiling& t, const Problem& 
                                    FIT.received * (a + b), std::max(of_a, of_b) / FIT.same_line,
                                    all * (1 + FIT.off_line_l2 * off) / FIT.l2});
     const double products = product_cycles(choice, t, p);
-    return std::max(FIT.least_step,
-                    std::max(products, loads) + FIT.blend * std::min(products, loads));
+    return std::max(products, loads) + FIT.blend * std::min(products, loads);
 }
 
 // What a block does beside its steps, with `more` tiles behind its first one.
@@ -127,9 +127,8 @@ inline double other_cycles(const Choice& choice, const Tiling& t, double more) {
     switch (choice.kernel) {
         case Kernel::swap_ab: {
             const bool gathers = others <= senders(choice.config) && more == 0;
-            const double reduced = FIT.reduced_swap_ab + FIT.reduced_element * size;
             const double split = FIT.split_swap_ab + FIT.split_swap_ab_element * size * others +
-                                 (gathers ? 0 : reduced);
+                                 (gathers ? 0 : FIT.reduced_swap_ab);
             return FIT.swap_ab + size * FIT.store_swap_ab +
                    more * (FIT.next_swap_ab + size * FIT.store_swap_ab) + (others > 0 ? split : 0);
         }
@@ -140,8 +139,7 @@ inline double other_cycles(const Choice& choice, const Tiling& t, double more) {
         }
         default: {
             const bool pingpong = is_pingpong(choice.config);
-            const double next =
-                pingpong ? FIT.next_pingpong : FIT.next_tiled + size * FIT.next_element;
+            const double next = pingpong ? FIT.next_pingpong : FIT.next_tiled;
             return FIT.tiled + (pingpong ? FIT.pingpong : 0) + size * FIT.store_tiled + more * next;
         }
     }
@@ -152,19 +150,20 @@ inline double fitted_cycles(const Choice& choice, const Problem& p, int sm_count
     const Tiling t = tiling_of(choice, p);
     const int cluster = t.cluster();
     const double lost = cluster == 8   ? FIT.lost_by_8
-                        : cluster >= 4 ? FIT.lost_by_4
+                        : cluster >= 5 ? FIT.lost_by_6
+                        : cluster == 4 ? FIT.lost_by_4
                         : cluster == 3 ? FIT.lost_by_3
                                        : 0;
     const double sms = std::max(1.0, std::floor(sm_count * (1 - lost / 132)));
     const double blocks = t.tiles * t.splits, of_sm = std::ceil(blocks / sms);
+    const int shares = t.share_m * t.share_n;
+    const double shared = shares >= 4 ? FIT.share_four : shares > 1 ? FIT.share_two : 1;
     const double steps = of_sm * t.steps * step_cycles(choice, t, p, std::min(blocks, sms)) *
-                         (cluster > 1 ? FIT.lockstep : 1);
+                         (cluster > 1 ? FIT.lockstep : 1) * shared;
     const double bytes = double(p.m + p.n) * double(p.k) + 2 * double(p.m) * double(p.n);
     const double memory = bytes / FIT.memory;
-    const bool promoted = choice.config.sums != Sums::fast && choice.kernel != Kernel::swap_ab;
     return std::max(steps, memory) + FIT.blend_memory * std::min(steps, memory) + FIT.start +
-           other_cycles(choice, t, of_sm - 1) + (cluster > 1 ? FIT.cluster_start : 0) +
-           (promoted ? FIT.start_promoted : 0);
+           other_cycles(choice, t, of_sm - 1) + (cluster > 1 ? FIT.cluster_start : 0);
 }
 
 }  // namespace thunderkittens::fp8_gemm
