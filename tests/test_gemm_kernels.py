@@ -269,7 +269,9 @@ def test_fp8_gemm_split_k(accurate, policy):
         bias = torch.randint(-3, 4, (n,)).to(torch.bfloat16) if number % 3 else None
         options = {"accurate": accurate, "bias": bias, "out_dtype": DTYPES[number // 2 % 2]}
         right = b.t().contiguous().t().to(E4M3)
-        with tk.emulate(policy, seed=n, config=split_k_config(block_n, splits, accurate=accurate)) as run:
+        with tk.emulate(
+            policy, seed=n, config=split_k_config(block_n, splits, accurate=accurate)
+        ) as run:
             out = tk.fp8_gemm(a.to(E4M3), right, *scales, **options)
         assert torch.equal(out, tk.reference.fp8_gemm(a, b, *scales, **options)), (m, n, k, splits)
         kind = "promoted" if accurate else "fast"

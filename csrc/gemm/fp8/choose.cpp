@@ -312,9 +312,10 @@ void for_each_tiled(const Problem& p, int sm_count, Add&& add) {
         add(tiled_choice(make_config(shape, dtypes, true), {}, p, sm_count));
 }
 
-// Visits the cluster tiles of every width, with each way to share loads and to divide k. More blocks
-// that share them have to wait for each other more.
+// The blocks that share loads at most: more of them wait for each other more.
 constexpr int MOST_SHARES = 4;
+
+// Visits the cluster tiles of every width, with each way to share loads and to divide k.
 template <typename Add>
 void for_each_split_k(const Problem& p, Add&& add) {
     const int64_t rows = ceil_div(p.m, 128), steps = ceil_div(p.k, BLOCK_K);
