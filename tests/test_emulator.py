@@ -239,7 +239,8 @@ def test_fp8_gemm_is_exact_on_integers(tile, policy):
     """Every tile with every kind of scales that it takes, ragged sizes, several tiles per block."""
     block_n, sums = tile[1], tile[-1]
     config = dict(zip(FP8_TILE, tile, strict=False)) | {"consumers": 2, "swap_ab": False}
-    config |= {"splits": 1, "blockwise_only": sums == "blockwise"}
+    config |= {"splits": 1, "blockwise_only": sums == "blockwise", "cluster_m": 1, "cluster_n": 1}
+    config["sums"] = {"fast": 0, "1d1d": 2}.get(sums, 1)
     promoted = ["tensor", "row", "block"]
     kinds = {"fast": ["row"], "promoted": promoted, "1d1d": ["fine"], "blockwise": ["block"]}[sums]
     for number, kind in enumerate(kinds):
@@ -275,8 +276,8 @@ def test_fp8_gemm_of_fast_tiles_of_two_widths(tile, cluster, policy):
     """Rows of tiles with and without one more, either way out, sums that leave late and at once."""
     columns, n = (2, 488) if tile[1] == 256 else (3, 504)
     config = dict(zip(FP8_TILE, tile, strict=False)) | {"consumers": 2, "swap_ab": False}
-    config |= {"columns": columns, "extra_rows": 1, "raster_group": 1, "splits": 1}
-    config |= {"cluster_m": cluster, "blocks": 2 * cluster}
+    config |= {"columns": columns, "extra_rows": 1, "raster_group": 1, "splits": 1, "sums": 0}
+    config |= {"cluster_m": cluster, "cluster_n": 1, "blocks": 2 * cluster}
     for m, k, dtypes in ((330, 656, (E4M3, E5M2)), (200, 144, (E5M2, E4M3))):
         a, b, scale_a, scale_b, expected = fp8_operands(m, n, k, "row")
         a, b = a.to(dtypes[0]), b.t().contiguous().t().to(dtypes[1])
@@ -296,8 +297,8 @@ def test_fp8_gemm_of_tiles_of_two_widths(tile, policy):
     those of blocks, and fp32 values, have one width. Scales alone, of tensors or rows, have a
     kernel of their own. Blocks have several of the eight tiles, one, or none."""
     config = dict(zip(FP8_TILE, tile, strict=False)) | {"consumers": 2, "swap_ab": False}
-    config |= {"columns": 2, "extra_rows": 2, "raster_group": 1, "splits": 1}
-    config["blockwise_only"] = False
+    config |= {"columns": 2, "extra_rows": 2, "raster_group": 1, "splits": 1, "sums": 1}
+    config |= {"blockwise_only": False, "cluster_m": 1, "cluster_n": 1}
     half, full = torch.bfloat16, torch.float32
     cases = [("tensor", 272, half), ("row", 528, half), ("row", 100, torch.float16)]
     cases += [("row", 656, half), ("tensor", 100, half), ("block", 272, half), ("row", 272, full)]
@@ -327,7 +328,8 @@ def test_fp8_gemm_in_clusters(sums, kind, cluster, policy):
     """More steps than stages, clusters whose last blocks have no rows or columns of their own."""
     tile = max(t for t in FP8_TILES if t[-1] == sums)
     config = dict(zip(FP8_TILE, tile, strict=False)) | {"consumers": 2, "swap_ab": False}
-    config |= {"splits": 1, "blockwise_only": sums == "blockwise"}
+    config |= {"splits": 1, "blockwise_only": sums == "blockwise", "cluster_m": 1, "cluster_n": 1}
+    config["sums"] = {"fast": 0, "1d1d": 2}.get(sums, 1)
     config |= {"cluster_m": cluster[0], "cluster_n": cluster[1]}
     config["blocks"] = cluster[0] * cluster[1]
     a, b, scale_a, scale_b, expected = fp8_operands(300, 520, 720, kind)

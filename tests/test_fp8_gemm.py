@@ -225,6 +225,7 @@ def test_calls_with_scales_alone(accurate, columns, policy):
     config = {"block_m": 128, "block_n": 176, "block_k": 128}
     config |= {"stages": 4, "buffers": 3} if accurate else {"stages": 5, "buffers": 2}
     config |= {"consumers": 2, "swap_ab": False, "splits": 1, "raster_group": 1}
+    config |= {"sums": int(accurate), "cluster_m": 1, "cluster_n": 1}
     config |= {"columns": columns, "extra_rows": min(columns, 1)}
     n = 504
     cases = [("tensor", 330, 272, 2), ("row", 330, 720, 2), ("mixed", 200, 100, 4)]

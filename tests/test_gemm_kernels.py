@@ -175,7 +175,7 @@ E4M3 = torch.float8_e4m3fn
 
 # Columns of a tile; rows, columns, k, and how many blocks divide k.
 FP8_SPLIT_K = [
-    (96, (128, 136, 640, 2)),
+    (64, (128, 100, 640, 2)),
     (96, (65, 100, 1552, 8)),
     (112, (200, 203, 400, 3)),
     (128, (70, 250, 1104, 4)),
@@ -186,12 +186,16 @@ FP8_SPLIT_K = [
     (192, (128, 200, 272, 3)),
     (224, (140, 456, 1168, 1)),
     (224, (130, 7, 528, 2)),
+    (256, (129, 300, 656, 2)),
 ]
 
 
-def split_k_config(block_n: int, splits: int) -> dict[str, object]:
+def split_k_config(
+    block_n: int, splits: int, *, accurate: bool, share: tuple[int, int] = (1, 1)
+) -> dict[str, object]:
     config = {"block_m": 128, "block_n": block_n, "block_k": 128, "swap_ab": False}
     config |= {"strategy": "split_k", "stages": 0, "buffers": 0, "consumers": 2}
+    config |= {"cluster_m": share[0], "cluster_n": share[1], "sums": int(accurate)}
     return config | {"splits": splits}
 
 
@@ -207,7 +211,9 @@ def test_fp8_gemm_split_k(accurate, policy):
         bias = torch.randint(-3, 4, (n,)).to(torch.bfloat16) if number % 3 else None
         options = {"accurate": accurate, "bias": bias, "out_dtype": DTYPES[number // 2 % 2]}
         right = b.t().contiguous().t().to(E4M3)
-        with tk.emulate(policy, seed=n, config=split_k_config(block_n, splits)) as run:
+        with tk.emulate(
+            policy, seed=n, config=split_k_config(block_n, splits, accurate=accurate)
+        ) as run:
             out = tk.fp8_gemm(a.to(E4M3), right, *scales, **options)
         assert torch.equal(out, tk.reference.fp8_gemm(a, b, *scales, **options)), (m, n, k, splits)
         kind = "promoted" if accurate else "fast"
@@ -221,7 +227,7 @@ def test_what_fp8_split_k_leaves_to_others(options, accurate):
     a, b = torch.randint(-2, 3, (130, 400)).float(), torch.randint(-2, 3, (400, 200)).float()
     scales, options = (torch.ones(()), torch.ones(())), options | {"accurate": accurate}
     right = b.t().contiguous().t().to(E4M3)
-    with tk.emulate("late_mma", seed=1, config=split_k_config(112, 2)):
+    with tk.emulate("late_mma", seed=1, config=split_k_config(112, 2, accurate=accurate)):
         out = tk.fp8_gemm(a.to(E4M3), right, *scales, **options)
     assert torch.equal(out, tk.reference.fp8_gemm(a, b, *scales, **options))
 
@@ -237,7 +243,7 @@ def test_rows_of_split_k_tiles_are_of_one_tile(splits, policy):
     b[256:512] = 1
     left, right = a.to(E4M3), b.t().contiguous().to(E4M3).t()
     options = {"bias": torch.full((100,), 3.0, dtype=torch.bfloat16), "accurate": True}
-    with tk.emulate(policy, seed=splits, config=split_k_config(96, splits)):
+    with tk.emulate(policy, seed=splits, config=split_k_config(96, splits, accurate=True)):
         out = tk.fp8_gemm(left, right, torch.ones(()), torch.ones(()), **options)
     assert torch.equal(out[16:], out[:-16])
     # The small part is lost, or not.
@@ -251,42 +257,47 @@ def test_reruns_of_fp8_split_k(accurate):
     scales = torch.rand(130, 1), torch.rand(1, 100)
     runs = []
     for policy, seed in itertools.product(POLICIES, range(2)):
-        with tk.emulate(policy, seed=seed, config=split_k_config(96, 4)):
+        with tk.emulate(policy, seed=seed, config=split_k_config(96, 4, accurate=accurate)):
             runs.append(tk.fp8_gemm(a, b, *scales, accurate=accurate))
     assert all(torch.equal(run, runs[0]) for run in runs)
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "width", "splits"),
+    ("m", "n", "k"),
     [
-        (512, 2112, 7168, 136, 2),
-        (1024, 2112, 7168, 136, 1),
-        (256, 2112, 7168, 96, 2),
-        (128, 2112, 7168, 96, 4),
-        (128, 512, 16384, 96, 8),
-        (512, 7168, 16384, 224, 1),
-        (256, 8192, 8192, 128, 1),
+        (512, 2112, 7168),
+        (1024, 2112, 7168),
+        (256, 2112, 7168),
+        (128, 2112, 7168),
+        (128, 512, 16384),
+        (512, 7168, 16384),
+        (256, 8192, 8192),
     ],
 )
-def test_fp8_gemm_fits_few_tiles(m, n, k, width, splits):
+def test_fp8_gemm_fits_few_tiles(m, n, k):
     """All tiles at work at a time; what the kernel does not compute is left to others."""
     problem = {"m": m, "n": n, "k": k, "a_dtype": "e4m3", "b_dtype": "e4m3", "out_dtype": "bf16"}
     for accurate in (False, True):
         chosen = _C.choose("fp8_gemm", problem | {"accurate": accurate}, H200)
-        found = (chosen["strategy"], chosen["block_n"], chosen["splits"])
-        assert found == ("split_k", width, splits)
-        assert chosen["blocks"] == -(-m // 128) * -(-n // width) * splits <= H200.sm_count
+        assert chosen["strategy"] == "split_k"
+        tiles = -(-m // 128) * -(-n // chosen["block_n"])
+        assert tiles * chosen["splits"] <= chosen["blocks"] <= H200.sm_count
     others = {
         "activated": True,
-        "blockwise": True,
+        "blockwise_1d1d": True,
         "out_dtype": "fp32",
         "b_dtype": "e5m2",
-        "m": 16384,
+        "grouped": True,
     }
     for name, value in others.items():
         assert _C.choose("fp8_gemm", problem | {name: value}, H200)["strategy"] != "split_k", name
-    read = {"m": 128, "n": 28672, "k": 8192}  # from memory, for as long in any tiles
-    assert _C.choose("fp8_gemm", problem | read, H200)["strategy"] != "split_k"
+
+
+def test_fp8_gemm_shares_loads_of_rows_off_the_lines():
+    """Rows that do not begin at lines of 128 bytes cost the L2 cache more: blocks share them."""
+    for fields in ({"k": 6352, "accurate": False}, {"k": 12960, "m": 166, "accurate": False}):
+        chosen = _C.choose("fp8_gemm", {"m": 1860, "n": 14672} | fields, H200)
+        assert chosen["cluster_m"] * chosen["cluster_n"] > 1
 
 
 # ---- every kernel of the registry, by its name ----

@@ -1,95 +1,56 @@
-// Split-K over clusters for fp8 products on Hopper with few tiles of 128 rows: the tile N, 96 to
-// 224, is known at run time, and the blocks of a cluster may share the k of a tile.
+// Tiles of 128 rows for fp8 products on Hopper, one for each block, over a cluster: the tile N, 64
+// to 256, is known at run time, blocks with tiles beside each other may share loads by multicast,
+// and blocks with the same tile its k (split-K).
 //
-// Each block has one tile or a range of k of one. Roles: one warp loads, two warpgroups multiply 64
-// rows each, with promoted accumulation as in promoted_sm90.cuh or fast accumulation. Instructions
+// Roles: one warp loads, two warpgroups multiply 64 rows each, with promoted accumulation as in
+// promoted_sm90.cuh, where scales may be block-wise ones (1D2D), or fast accumulation. Instructions
 // come from memory, too: so what follows the products is not unrolled. Sums go to shared memory,
-// and each warp reduces 16 rows of them: it copies to the other blocks of the cluster the rows that
-// they finish, and adds what they send in the order of the blocks, so that reruns give the same
-// bits.
+// and each warp reduces 16 rows of them: it copies to the other blocks with the same tile the rows
+// that they finish, and adds what they send in the order of the blocks, so that reruns give the
+// same bits.
 #pragma once
 
-#include "csrc/gemm/common/launch_sm90.cuh"
-#include "csrc/gemm/common/reduce_cluster_sm90.cuh"
-#include "csrc/gemm/dense/prologue_sm90.cuh"
-#include "csrc/gemm/fp8/products_sm90.cuh"
-#include "csrc/gemm/fp8/split_k.h"
+#include "csrc/gemm/fp8/split_k_epilogue_sm90.cuh"
 
 namespace thunderkittens::fp8_gemm {
 namespace sm90 {
 
-template <Sums sums_>
-struct SplitKTraits {
-    using TA = fp8e4m3;
-    using TB = fp8e4m3;
-    static constexpr bool fast = sums_ == Sums::fast;
-    static constexpr Config config = split_k_config(SPLIT_K_WIDTHS[0], sums_);
-    static constexpr int consumers = config.consumers, rows = config.block_m;
-    static constexpr int own_rows = rows / consumers;
-    // Promoted sums take more registers than all threads can have.
-    static constexpr int threads = split_k_threads(sums_);
-    static constexpr int producer_registers = 40, consumer_registers = 232;
-    using a_tile = st<TA, rows, BLOCK_K>;
-
-    struct Shared {
-        st<TA, SPLIT_K_RING_ROWS, BLOCK_K> ring;  // of both operands
-        sv_fl<rows> of_rows;
-        sv_fl<SPLIT_K_WIDTHS[0]> of_columns, bias;
-        semaphore full[SPLIT_K_STAGES], empty[SPLIT_K_STAGES];
-        semaphore there[consumers];  // what other blocks have sent
-        semaphore sent[consumers];   // what this one has
-    };
-    static_assert(sizeof(Shared) <= MAX_SHARED_MEMORY, "too many stages");
-    static_assert(sizeof(Shared) == SPLIT_K_SHARED_BYTES, "split_k.h knows another size");
-
-    struct Globals {
-        int k_each, k_extra;  // steps of a block; the first `k_extra` of them have one more
-        int width, stages, stage_bytes;
-        // The last tiles begin where they are whole: rows that are not there are slow to load.
-        uint32_t last_row, last_col;
-        CUtensorMap a, b;
-        Scales scale_a, scale_b;
-        const void* bias;
-        DType out_dtype, bias_dtype;
-        bool vec4_aligned;  // four neighbouring elements of out are aligned
-        void* out;
-        uint32_t m, n;
-    };
-};
-
-// Named barrier of the consumers.
-constexpr int DONE = READY + 1;
-
-// The position of the block's tile.
-template <class Traits>
-__device__ __forceinline__ uint32_t tile_row(const typename Traits::Globals& g) {
-    return min(blockIdx.x * Traits::rows, g.last_row);
-}
-template <class Traits>
-__device__ __forceinline__ uint32_t tile_col(const typename Traits::Globals& g) {
-    return min(blockIdx.y * g.width, g.last_col);
-}
-template <class Traits>
-__device__ __forceinline__ int first_step(const typename Traits::Globals& g, int block) {
-    return block * g.k_each + min(block, g.k_extra);
-}
-
+// Of a tile that several blocks share, each loads as many rows, for all of them.
 template <class Traits>
 __device__ __forceinline__ void produce_split_k(const typename Traits::Globals& g,
                                                 typename Traits::Shared& shared) {
+    const SharePlace place(g);
     const int m = static_cast<int>(tile_row<Traits>(g)), n = static_cast<int>(tile_col<Traits>(g));
     const int rank = static_cast<int>(blockIdx.z), end = first_step<Traits>(g, rank + 1);
     const int bytes = (Traits::rows + g.width) * BLOCK_K;
+    const int a_first = place.in_n * g.a_slice, b_first = place.in_m * g.b_slice;
+    // Blocks of the cluster count along m first.
+    uint32_t a_blocks = 0;
+    for (uint32_t i = 0; i < g.share_n; ++i) a_blocks |= 1u << i * g.share_m;
+    const auto to_a = static_cast<uint16_t>(a_blocks << (place.first + place.in_m));
+    const auto to_b =
+        static_cast<uint16_t>(((1u << g.share_m) - 1) << (place.first + g.share_m * place.in_n));
     int slot = 0, phase = 1;
+#pragma unroll 1
     for (int step = first_step<Traits>(g, rank); step < end; ++step) {
         const uint32_t full = shared.full[slot].address();
-        const uint32_t to = shared.ring.address() + slot * bytes;
+        const uint32_t a = shared.ring.address() + slot * bytes + a_first * BLOCK_K;
+        const uint32_t b =
+            shared.ring.address() + slot * bytes + (Traits::rows + b_first) * BLOCK_K;
+        const int k = step * BLOCK_K;
         wait(shared.empty[slot], phase);
         tma::expect_bytes(shared.full[slot], g.stage_bytes);
-        arch::tma_load<tma::CachePolicy::normal>(to, &g.a, {step * BLOCK_K, m, 0, 0}, full);
+        if (g.share_n == 1)
+            arch::tma_load<tma::CachePolicy::normal>(a, &g.a, {k, m, 0, 0}, full);
+        else
+            arch::tma_load_multicast<tma::CachePolicy::normal>(a, &g.a, {k, m + a_first, 0, 0},
+                                                               full, to_a);
         // Few blocks read b's tile, at the same time.
-        arch::tma_load<tma::CachePolicy::evict_first>(to + sizeof(typename Traits::a_tile), &g.b,
-                                                      {step * BLOCK_K, n, 0, 0}, full);
+        if (g.share_m == 1)
+            arch::tma_load<tma::CachePolicy::evict_first>(b, &g.b, {k, n, 0, 0}, full);
+        else
+            arch::tma_load_multicast<tma::CachePolicy::evict_first>(b, &g.b, {k, n + b_first, 0, 0},
+                                                                    full, to_b);
         if (++slot == g.stages) slot = 0, phase ^= 1;
     }
 }
@@ -99,38 +60,24 @@ template <class Traits>
 __device__ __forceinline__ void fetch_values(const typename Traits::Globals& g,
                                              typename Traits::Shared& shared) {
     const int i = threadIdx.x;
-    const bool per_column = g.scale_b.outer != 0;
     if (i < Traits::rows) {
         const uint32_t row = min(tile_row<Traits>(g) + i, g.m - 1);
-        float scale = arch::load_global(g.scale_a.data + int64_t(row) * g.scale_a.outer);
-        if (!per_column) scale *= arch::load_global(g.scale_b.data);
+        float scale = 1.f;
+        if (!g.blockwise) {
+            scale = arch::load_global(g.scale_a.data + int64_t(row) * g.scale_a.outer);
+            if (!g.per_column) scale *= arch::load_global(g.scale_b.data);
+        }
         shared.of_rows.set(i, scale);
     }
     if (i < g.width) {
         const uint32_t col = min(tile_col<Traits>(g) + i, g.n - 1);
-        if (per_column) {
+        if (g.per_column) {
             const float* scale = g.scale_b.data + int64_t(col) * g.scale_b.outer;
             shared.of_columns.set(i, arch::load_global(scale));
         }
         if (g.bias != nullptr) shared.bias.set(i, load_any(g.bias, g.bias_dtype, col));
     }
     arch::named_barrier_sync(DONE, Traits::consumers * WARPGROUP_THREADS);
-}
-
-// Stages a consumer's sums in shared memory, row by row.
-template <class Traits, int width, class D>
-__device__ __forceinline__ void stage_sums(typename Traits::Shared& shared, const D& d) {
-    constexpr int pitch = sums_pitch(width);
-    const uint32_t to = shared.ring.address() + (kittens::warpid() * 16 + laneid() / 4) * pitch +
-                        laneid() % 4 * sizeof(float2);
-    // No product reads the ring any more.
-    arch::named_barrier_sync(DONE, Traits::consumers * WARPGROUP_THREADS);
-#pragma unroll
-    for (int i = 0; i < width / 8; ++i) {
-        const auto& data = d.tiles[0][i / 2].data;
-        arch::store_shared(to + i * 32, data[i % 2 * 2]);
-        arch::store_shared(to + i * 32 + 8 * pitch, data[i % 2 * 2 + 1]);
-    }
 }
 
 template <int cols>
@@ -146,7 +93,7 @@ __device__ __forceinline__ void add_product(rt_fl<16, cols>& sum, const rt_fl<16
 }
 
 // The products of a consumer.
-template <class Traits, int width>
+template <class Traits, int width, bool blockwise = false>
 __device__ __forceinline__ void multiply_split_k(const typename Traits::Globals& g,
                                                  typename Traits::Shared& shared, int steps) {
     constexpr uint32_t stage_step = (Traits::rows + width) * BLOCK_K >> 4;
@@ -158,7 +105,8 @@ __device__ __forceinline__ void multiply_split_k(const typename Traits::Globals&
     const auto advance = [&] {
         if (++stage == g.stages) stage = 0, phase ^= 1;
     };
-    const auto release = [&](int which) { gemm::sm90::release_stage(shared.empty[which]); };
+    const ShareRelease release_stage(g);
+    const auto release = [&](int which) { release_stage(shared.empty[which]); };
     // Starts a product of `cols` columns of the stage.
     const auto start = [&]<int cols>(auto& d, int from, bool accumulate) {
         const uint32_t at = arch::shuffle(stage * stage_step, 0);
@@ -189,6 +137,32 @@ __device__ __forceinline__ void multiply_split_k(const typename Traits::Globals&
         }
         warpgroup::mma_async_wait(sums);
         stage_sums<Traits, width>(shared, sums);
+    } else if constexpr (blockwise) {
+        constexpr int products = width > 192 ? 2 : 1, cols = width / products;
+        static_assert(takes_blocks(width));
+        rt_fl<16, cols> sums[products], product;
+#pragma unroll
+        for (int i = 0; i < products; ++i) kittens::warp::zero(sums[i]);
+        const int own_row = consumer * Traits::own_rows + warpgroup::warpid() * 16 + laneid() / 4;
+        StepScales<Traits, products> scales(g, own_row);
+        for (; left > 0; --left) {
+#pragma unroll
+            for (int i = 0; i < products; ++i) {
+                start.template operator()<cols>(product, i * cols, false);
+                if (i == 0) scales.fetch(left > 1);
+                const int previous = stage;
+                if (i == products - 1) {
+                    advance();
+                    if (left > 1) wait(shared.full[stage], phase);
+                }
+                warpgroup::mma_async_wait(product);
+                if (i == products - 1) release(previous);
+                scales.add(sums[i], product, i);
+            }
+            scales.advance();
+        }
+        stage_sums<Traits, width>(shared,
+                                  reinterpret_cast<rt_fl<16, products * product.cols>&>(sums));
     } else {
         constexpr int products = width > 192 ? 2 : 1, cols = width / products;
         rt_fl<16, (cols + 15) / 16 * 16> sums[products], product;
@@ -224,131 +198,14 @@ __device__ __forceinline__ void multiply_width(const typename Traits::Globals& g
                                                typename Traits::Shared& shared, int steps) {
     constexpr int width = SPLIT_K_WIDTHS[i];
     constexpr bool last = i + 1 == sizeof(SPLIT_K_WIDTHS) / sizeof(int);
-    if (g.width == width)
+    if (g.width == width) {
+        if constexpr (!Traits::fast && takes_blocks(width)) {
+            if (g.blockwise) return multiply_split_k<Traits, width, true>(g, shared, steps);
+        }
         multiply_split_k<Traits, width>(g, shared, steps);
-    else if constexpr (!last)
+    } else if constexpr (!last) {
         multiply_width<Traits, i + 1>(g, shared, steps);
-}
-
-// A warp's 16 rows of sums: where they lie, where other blocks send theirs, and which of them this
-// block finishes.
-template <class Traits>
-struct SplitKRows {
-    const int rank = blockIdx.z, splits = gridDim.z;
-    const int pitch, begin, end, each;
-    const uint32_t sums, received;
-
-    __device__ __forceinline__ SplitKRows(const typename Traits::Globals& g,
-                                          typename Traits::Shared& shared)
-        : pitch(sums_pitch(g.width)),
-          begin(first_of(rank)),
-          end(first_of(rank + 1)),
-          each(sent_bytes(g.width, splits)),
-          sums(shared.ring.address() + kittens::warpid() * 16 * pitch),
-          received(shared.ring.address() + uint32_t(sizeof(shared.ring)) -
-                   (kittens::warpid() + 1) * (splits - 1) * each) {}
-    __device__ __forceinline__ int first_of(int block) const { return 16 * block / splits; }
-};
-
-// Reduce-scatter: sends each other block the rows that it finishes, one lane for each, and waits
-// for what they send.
-template <class Traits>
-__device__ __forceinline__ void scatter_rows(typename Traits::Shared& shared,
-                                             const SplitKRows<Traits>& rows) {
-    const int consumer = warpgroup::groupid(), other = laneid();
-    const bool sends = other < rows.splits && other != rows.rank;
-    arch::fence_async_shared();
-    arch::sync_warp();
-    cluster::wait();  // the others' semaphores are there
-    if (sends) {
-        const int begin = rows.first_of(other), count = rows.first_of(other + 1) - begin;
-        const int place = rows.rank - (rows.rank > other);
-        arch::bulk_copy_to_cluster(arch::map_shared_rank(rows.received + place * rows.each, other),
-                                   rows.sums + begin * rows.pitch, count * rows.pitch,
-                                   arch::map_shared_rank(shared.there[consumer].address(), other));
     }
-    wait_cluster(shared.there[consumer], 0);
-    if (sends) arrive_remote_relaxed(shared.sent[consumer], other);
-    arch::sync_warp();
-}
-
-// Adds the partial sums, applies scales and bias, rounds and stores. Neighbouring lanes have
-// neighbouring vectors of four elements of a row.
-template <class Traits, class O>
-__device__ __forceinline__ void store_rows(const typename Traits::Globals& g,
-                                           typename Traits::Shared& shared,
-                                           const SplitKRows<Traits>& rows) {
-    constexpr int count = 4;  // of fours at a time
-    const int fours = g.width / 4;
-    const uint32_t first_row = kittens::warpid() * 16;
-    const uint32_t m = tile_row<Traits>(g) + first_row, n = tile_col<Traits>(g);
-    const int rows_on = WARP_THREADS / fours, fours_on = WARP_THREADS % fours;
-    int next_row = rows.begin + laneid() / fours, next_four = laneid() % fours;
-#pragma unroll 1
-    while (next_row < rows.end) {
-        int row[count], col[count];
-        float4 x[count];
-        float scale[count];
-#pragma unroll
-        for (int j = 0; j < count; ++j) {
-            row[j] = next_row, col[j] = next_four * 4;
-            next_row += rows_on, next_four += fours_on;
-            if (next_four >= fours) next_four -= fours, ++next_row;
-        }
-        const auto there = [&](int j) { return min(row[j], rows.end - 1); };
-#pragma unroll
-        for (int j = 0; j < count; ++j) {
-            x[j] = arch::load_shared<float4>(rows.sums + there(j) * rows.pitch + col[j] * 4);
-            scale[j] =
-                arch::load_shared<float>(shared.of_rows.address() + (first_row + there(j)) * 4);
-        }
-        const auto with = [&](auto at, auto combine) {
-#pragma unroll
-            for (int j = 0; j < count; ++j) {
-                const auto y = arch::load_shared<float4>(at(j) + col[j] * 4);
-                combine(x[j].x, y.x), combine(x[j].y, y.y);
-                combine(x[j].z, y.z), combine(x[j].w, y.w);
-            }
-        };
-        const auto add = [](float& to, float y) { to += y; };
-        const auto multiply = [](float& to, float y) { to *= y; };
-#pragma unroll 1
-        for (int i = 0; i < rows.splits - 1; ++i) {
-            const uint32_t from = rows.received + i * rows.each;
-            with([&](int j) { return from + (there(j) - rows.begin) * rows.pitch; }, add);
-        }
-#pragma unroll
-        for (int j = 0; j < count; ++j) {
-            x[j].x *= scale[j], x[j].y *= scale[j], x[j].z *= scale[j], x[j].w *= scale[j];
-        }
-        if (g.scale_b.outer != 0) {
-            with([&](int) { return shared.of_columns.address(); }, multiply);
-        }
-        if (g.bias != nullptr) with([&](int) { return shared.bias.address(); }, add);
-#pragma unroll
-        for (int j = 0; j < count; ++j) {
-            const uint32_t at_m = m + row[j], at_n = n + col[j];
-            if (row[j] >= rows.end || at_m >= g.m || at_n >= g.n) continue;
-            const float values[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
-            const int exist = g.n - at_n < 4 ? static_cast<int>(g.n - at_n) : 4;
-            gemm::sm90::store_four(static_cast<O*>(g.out) + (int64_t(at_m) * g.n + at_n), values,
-                                   g.vec4_aligned, exist);
-        }
-    }
-}
-
-template <class Traits>
-__device__ __forceinline__ void reduce_and_store(const typename Traits::Globals& g,
-                                                 typename Traits::Shared& shared) {
-    const SplitKRows<Traits> rows(g, shared);
-    arch::sync_warp();
-    if (rows.splits > 1) scatter_rows<Traits>(shared, rows);
-    if (g.out_dtype == DType::bf16)
-        store_rows<Traits, bf16>(g, shared, rows);
-    else
-        store_rows<Traits, half>(g, shared, rows);
-    // The others read this block's shared memory until they have what it sends.
-    if (rows.splits > 1) wait_cluster(shared.sent[warpgroup::groupid()], 0);
 }
 
 // Called by one thread, before any other block knows of the semaphores.
@@ -358,7 +215,7 @@ __device__ __forceinline__ void init_semaphores(const typename Traits::Globals& 
     const int rank = static_cast<int>(blockIdx.z), others = static_cast<int>(gridDim.z) - 1;
     for (int i = 0; i < g.stages; ++i) {
         init_semaphore(shared.full[i], 1);
-        init_semaphore(shared.empty[i], Traits::consumers);
+        init_semaphore(shared.empty[i], Traits::consumers * (g.share_m + g.share_n - 1));
     }
     for (int i = 0; i < Traits::consumers; ++i) {
         init_semaphore(shared.there[i], 1);
@@ -377,7 +234,7 @@ __global__ __launch_bounds__(Traits::threads,
                                                         typename Traits::Globals g) {
     shared_allocator allocator(shared_memory());
     auto& shared = allocator.template allocate<typename Traits::Shared>();
-    const bool alone = gridDim.z == 1;
+    const bool multicasts = g.multicasts(), alone = gridDim.z == 1 && !multicasts;
     constexpr int loading_warp = Traits::consumers * WARPGROUP_WARPS;
     if (kittens::warpid() >= loading_warp) {
         if constexpr (!Traits::fast) warpgroup::decrease_registers<Traits::producer_registers>();
@@ -386,10 +243,12 @@ __global__ __launch_bounds__(Traits::threads,
         arch::sync_warp();
         arch::named_barrier_arrive(READY, Traits::threads);
         if (!alone) cluster::arrive();
+        if (multicasts) cluster::wait();  // before it loads for others
         arch::wait_for_dependencies();
         arch::launch_dependents();
         if (loads) produce_split_k<Traits>(g, shared);
         arch::sync_warp();
+        if (multicasts) cluster::arrive();
         if (!alone) cluster::wait();
         return;
     }
@@ -397,12 +256,16 @@ __global__ __launch_bounds__(Traits::threads,
     if (threadIdx.x == 0) arch::tma_prefetch_map(&g.a), arch::tma_prefetch_map(&g.b);
     arch::named_barrier_sync(READY, Traits::threads);
     if (!alone) cluster::arrive();
+    if (multicasts) cluster::wait();
     arch::wait_for_dependencies();
     fetch_values<Traits>(g, shared);
     const int rank = static_cast<int>(blockIdx.z);
     multiply_width<Traits>(g, shared,
                            first_step<Traits>(g, rank + 1) - first_step<Traits>(g, rank));
+    // Others load into this block's stages and arrive at its semaphores.
+    if (multicasts) cluster::arrive();
     reduce_and_store<Traits>(g, shared);
+    if (multicasts) cluster::wait();
 }
 
 }  // namespace sm90
@@ -410,38 +273,57 @@ __global__ __launch_bounds__(Traits::threads,
 template <Sums sums>
 void launch_split_k(const Config& config, const Params& p, Stream stream) {
     using Traits = sm90::SplitKTraits<sums>;
-    const int width = config.block_n, splits = p.schedule.splits;
+    const Schedule& schedule = p.schedule;
+    const int width = config.block_n, splits = schedule.splits;
     const int rows = static_cast<int>(std::min<int64_t>(p.m, Traits::rows));
     const int columns = static_cast<int>(std::min<int64_t>(p.n, width));
+    // Slices of shared tiles begin at the swizzle's period of 8 rows.
+    const auto slice = [](int size, int blocks) {
+        return blocks == 1 ? size : static_cast<int>(round_up(ceil_div(size, blocks), 8));
+    };
+    const int a_slice = slice(rows, schedule.cluster_n),
+              b_slice = slice(columns, schedule.cluster_m);
     // With more than two splits the order of the additions depends on a row's place in its tile. So
     // tiles share no rows then: the bits of a shared row would be those of the tile that stores it
     // last.
-    const int64_t last_row = splits > 2 ? p.m - 1 : p.m - rows;
+    // Tiles with scales of blocks begin with a block.
+    const auto last_row = splits > 2 ? UINT32_MAX : static_cast<uint32_t>(p.m - rows);
     const int steps = static_cast<int>(ceil_div(p.k, BLOCK_K));
-    const dim3 grid(static_cast<unsigned>(ceil_div(p.m, Traits::rows)),
-                    static_cast<unsigned>(ceil_div(p.n, width)), splits);
+    const auto tiles = [](int64_t size, int tile, int blocks) {
+        return static_cast<unsigned>(round_up(ceil_div(size, tile), blocks));
+    };
+    const auto share_m = static_cast<unsigned>(schedule.cluster_m),
+               share_n = static_cast<unsigned>(schedule.cluster_n);
+    const dim3 grid(tiles(p.m, Traits::rows, schedule.cluster_m),
+                    tiles(p.n, width, schedule.cluster_n), splits);
     const typename Traits::Globals globals{
         .k_each = steps / splits,
         .k_extra = steps % splits,
         .width = width,
         .stages = split_k_stages(width, splits),
-        .stage_bytes = (rows + columns) * BLOCK_K,
-        .last_row = static_cast<uint32_t>(last_row),
-        .last_col = static_cast<uint32_t>(p.n - columns),
-        .a = gemm::map_of_lines<typename Traits::TA>(p.a, p.m, p.k, p.a_stride, rows),
-        .b = gemm::map_of_lines<typename Traits::TB>(p.b, p.n, p.k, p.b_stride, columns),
+        .stage_bytes = (a_slice * schedule.cluster_n + b_slice * schedule.cluster_m) * BLOCK_K,
+        .share_m = share_m,
+        .share_n = share_n,
+        .a_slice = a_slice,
+        .b_slice = b_slice,
+        .last_row = last_row,
+        .last_col = p.blockwise ? UINT32_MAX : static_cast<uint32_t>(p.n - columns),
+        .a = gemm::map_of_lines<typename Traits::TA>(p.a, p.m, p.k, p.a_stride, a_slice),
+        .b = gemm::map_of_lines<typename Traits::TB>(p.b, p.n, p.k, p.b_stride, b_slice),
         .scale_a = p.scale_a,
         .scale_b = p.scale_b,
         .bias = p.bias,
         .out_dtype = p.out_dtype,
         .bias_dtype = p.bias_dtype,
         .vec4_aligned = p.n % 4 == 0,
+        .blockwise = p.blockwise,
+        .per_column = !p.blockwise && p.scale_b.outer != 0,
         .out = p.out,
         .m = static_cast<uint32_t>(p.m),
         .n = static_cast<uint32_t>(p.n),
     };
-    gemm::launch_dependent<Traits>(sm90::fp8_split_k_kernel<Traits>, grid, dim3(1, 1, splits),
-                                   stream, globals);
+    gemm::launch_dependent<Traits>(sm90::fp8_split_k_kernel<Traits>, grid,
+                                   dim3(share_m, share_n, splits), stream, globals);
 }
 
 }  // namespace thunderkittens::fp8_gemm

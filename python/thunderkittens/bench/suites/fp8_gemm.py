@@ -222,7 +222,7 @@ def drawn(draw: Draw) -> Case:
         "k": k,
         "groups": max(groups, 1),
         "accurate": not kind.startswith("fast"),
-        "blocks": kind.endswith("block"),
+        "blockwise": kind.endswith("block"),
         "grouped": bool(groups),
     }
     return draw.case(case, case.name, problem=problem)
