@@ -13,8 +13,8 @@ namespace sm90 {
 template <Config C, bool PLAIN>
 struct Divided : Streamed<C, PLAIN> {
     using Base = Streamed<C, PLAIN>;
-    using typename Base::P, typename Base::S, typename Base::T;
     using Base::p, Base::ask, Base::stage_at, Base::has;
+    using typename Base::P, typename Base::S, typename Base::T;
     static constexpr int U = P::U;
     // Two rows that have fp32 are more than registers hold, beside sums of weight and bias.
     static constexpr bool LAGS = bytes_of_element(C) <= (C.layer ? 4 : 6);
@@ -83,7 +83,7 @@ struct Divided : Streamed<C, PLAIN> {
         for (int u = 0; u < U; ++u) {
             float w[UNIT];
             this->load_weights_of(w, u);
-            this->finish(held.x[u], held.dy[u], added[u], w, factors, 0, u);
+            this->finish(held.x[u], held.dy[u], w, factors, 0, u, [&] { return added[u]; });
         }
         this->advance();
     }
@@ -130,7 +130,7 @@ struct Divided : Streamed<C, PLAIN> {
 
 template <Config C>
 __device__ __forceinline__ void divide_gradients(const BackwardParams& p) {
-    arch::cluster_arrive_relaxed();
+    begin_cluster();
     const Reducer reducer(p.forward.lanes, blockIdx.x / static_cast<uint32_t>(p.forward.slices),
                           threadIdx.x);
     const auto run = [&]<bool PLAIN>() {

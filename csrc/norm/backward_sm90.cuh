@@ -405,8 +405,8 @@ void launch_backward(const BackwardParams& params, Stream stream) {
     kittens::launch({.dependent = !C.portable}, sm90::norm_backward_kernel<sm90::Backward<C>>,
                     dim3(static_cast<unsigned>(params.blocks)),
                     dim3(static_cast<unsigned>(threads)),
-                    dim3(static_cast<unsigned>(params.forward.slices)),
-                    streamed_bytes(C, threads), stream, params);
+                    dim3(static_cast<unsigned>(params.forward.slices)), streamed_bytes(C, threads),
+                    stream, params);
 }
 
 template <bool portable>

@@ -37,8 +37,8 @@ struct Reducer {
 
 // What the teams of a warp have summed, of columns that they share.
 template <int COUNT, int BIASES>
-__device__ __forceinline__ void add_teams(float (&weight)[COUNT][UNIT],
-                                          float (&bias)[BIASES][UNIT], bool with_bias, int lanes) {
+__device__ __forceinline__ void add_teams(float (&weight)[COUNT][UNIT], float (&bias)[BIASES][UNIT],
+                                          bool with_bias, int lanes) {
 #pragma unroll 1
     for (int distance = lanes; distance < WARP; distance *= 2) {
 #pragma unroll
@@ -172,8 +172,7 @@ struct Streamed {
     uint32_t base;   // of the lane in shared memory
     uint32_t pitch;  // bytes between pieces of a lane
     uint32_t row;    // of the batch at hand, the first
-    int begin = 0;   // columns of the block
-    int end;
+    int begin, end;  // columns of the block, where a row is divided
     const char* x_ahead;
     const char* dy_ahead;
     char* dx;
@@ -186,14 +185,17 @@ struct Streamed {
     }
     __device__ __forceinline__ uint32_t next() const { return p.between; }
     __device__ __forceinline__ int column(int u) const {
-        return begin + (u * team.lanes + team.lane) * UNIT;
+        const int in_team = (u * team.lanes + team.lane) * UNIT;
+        return P::DIVIDED ? begin + in_team : in_team;
     }
-    __device__ __forceinline__ bool has(int u) const { return column(u) < end; }
+    // Of a whole row the width stays where it is, which spares a register.
+    __device__ __forceinline__ bool has(int u) const {
+        return column(u) < (P::DIVIDED ? end : static_cast<int>(p.forward.width));
+    }
 
     __device__ __forceinline__ Streamed(const BackwardParams& params, uint32_t first)
         : p(params), team(params.forward), row(first) {
         const Params& f = p.forward;
-        end = static_cast<int>(f.width);
         if constexpr (P::DIVIDED) {
             const Slice slice(f);
             begin = slice.begin, end = slice.end;
@@ -380,10 +382,11 @@ struct Streamed {
         product = product * rstd * reciprocal;
         return {centre, rstd, -rstd * (rstd * product), grad * -rstd};
     }
-    // Gradients of a unit of row `r`.
+    // Gradients of a unit of row `r`; `added` gives what is added to them.
+    template <class Added>
     __device__ __forceinline__ void finish(const Unit<S>& of_x, const Unit<T>& of_dy,
-                                           const Unit<S>& more, const float (&w)[UNIT],
-                                           const Factors& f, int r, int u) {
+                                           const float (&w)[UNIT], const Factors& f, int r, int u,
+                                           Added&& added) {
         const float centre = has(u) ? f.centre : 0.0f;
         float results[UNIT];
 #pragma unroll
@@ -395,7 +398,11 @@ struct Streamed {
             if constexpr (C.layer) bias[u][i] += d;
             results[i] = C.layer ? fmaf(v, f.slope, f.grad) : v * f.slope;
             results[i] = fmaf(a, w[i], results[i]);
-            if constexpr (!PLAIN) results[i] += more.value(i);
+        }
+        if constexpr (!PLAIN) {
+            const Unit<S> more = added();
+#pragma unroll
+            for (int i = 0; i < UNIT; ++i) results[i] += more.value(i);
         }
         store(results, r, u);
     }
@@ -440,11 +447,9 @@ struct Streamed {
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
                 take_unit<!X_STAYS, !DY_STAYS>(stage, r, u);
-                Unit<S> more{};
-                if constexpr (!PLAIN) {
-                    more = EARLY ? added[EARLY ? r : 0][EARLY ? u : 0] : load_grad_sum(r, u);
-                }
-                finish(x[r][u], dy[r][u], more, w, factors[r], r, u);
+                finish(x[r][u], dy[r][u], w, factors[r], r, u, [&] {
+                    return EARLY ? added[EARLY ? r : 0][EARLY ? u : 0] : load_grad_sum(r, u);
+                });
             }
         }
         advance();
@@ -477,7 +482,8 @@ struct Streamed {
         arch::pin_register(thread);
         if constexpr (P::DIVIDED) block /= static_cast<uint32_t>(p.forward.slices);
         const Reducer reducer(team.lanes, block, thread);
-        add_teams(weight, bias, C.layer, team.lanes);
+        // Teams of four units a lane are no smaller than a warp: see set_team().
+        if constexpr (U < 4) add_teams(weight, bias, C.layer, team.lanes);
         if (reducer.team != 0) return;
 #pragma unroll
         for (int u = 0; u < U; ++u) {

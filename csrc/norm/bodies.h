@@ -99,6 +99,7 @@ std::span<const int64_t> sizes_of(const Tensor& x) {
 // Who shares a row.
 inline void set_team(Params& p, const Config& config) {
     p.lanes = lanes_of(config, p.width);
+    if (config.units == 4) p.lanes = std::max(p.lanes, WARP);  // also where that was forced
     p.teams = teams_of(p.lanes);
     if (config.path != Path::cluster) return;
     p.slices = slices_of(p.width);

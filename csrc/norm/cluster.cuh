@@ -36,9 +36,14 @@ constexpr int CLUSTER_WARPS = MOST_SLICES * MAX_LANES / WARP;
 struct ClusterShared {
     float4 moments[2][CLUSTER_WARPS];
 };
+// Where a kernel begins: the others may write here once they have seen it.
+__device__ __forceinline__ void begin_cluster() {
+    arch::static_shared<ClusterShared>();
+    arch::cluster_arrive_relaxed();
+}
 
 // The exchange of a row's moments, by the warps of a cluster. Blocks may write to each other after
-// a cluster_wait().
+// the cluster_wait() that follows begin_cluster().
 template <bool LAYER, bool GRADIENT, int ENTRIES>
 struct Exchange {
     int entries, own;  // warps of the cluster, and which of them this is
@@ -85,8 +90,9 @@ struct Exchange {
     __device__ __forceinline__ void give(const Params& p, int slot, const Moments& m) const {
         const int lane = kittens::laneid();
         if (lane >= p.slices) return;
-        arch::store_cluster_shared(arch::map_shared_rank(at(slot, own), static_cast<uint32_t>(lane)),
-                                   float4{m.mean, m.squares, GRADIENT ? m.grad : count, m.product});
+        arch::store_cluster_shared(
+            arch::map_shared_rank(at(slot, own), static_cast<uint32_t>(lane)),
+            float4{m.mean, m.squares, GRADIENT ? m.grad : count, m.product});
     }
     // The largest of integers that the warps have, of a later row or slot than what was given.
     __device__ __forceinline__ uint32_t largest(const Params& p, int slot, uint32_t of_warp) const {
@@ -148,7 +154,6 @@ struct NoExchange {
 
 // Entries that a lane adds, of blocks of so many lanes.
 constexpr int entries_of_lane(int lanes) { return MOST_SLICES * lanes / WARP / WARP; }
-
 
 }  // namespace sm90
 }  // namespace thunderkittens::norm

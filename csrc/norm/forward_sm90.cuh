@@ -23,8 +23,7 @@ struct Forward {
     static constexpr int COUNT = UNITS * (C.path != Path::wide ? 1 : sizeof(V) == 2 ? 4 : 2);
     // Units that are loaded together.
     static constexpr int BATCH = C.path == Path::wide ? 2 : UNITS;
-    static constexpr int THREADS =
-        C.path == Path::wide ? WIDE_THREADS : most_lanes_of_forward(C);
+    static constexpr int THREADS = C.path == Path::wide ? WIDE_THREADS : most_lanes_of_forward(C);
     static constexpr bool DIVIDED = C.path == Path::cluster;
     static constexpr int ENTRIES = entries_of_lane(SLICE_LANES);
     // Registers for 1024 threads of an SM, where a row of 16 bits leaves so many, and for 768 of
@@ -218,8 +217,8 @@ __device__ __forceinline__ void normalise_as(const Params& p) {
         }
     }
 
-    [[maybe_unused]] const std::conditional_t<
-        F::DIVIDED, Exchange<LAYER, false, F::ENTRIES>, NoExchange>
+    [[maybe_unused]] const std::conditional_t<F::DIVIDED, Exchange<LAYER, false, F::ENTRIES>,
+                                              NoExchange>
         exchange(p, team.lanes, UNITS);
     float mean = 0;
     if constexpr (LAYER) {
@@ -378,7 +377,7 @@ template <class F>
 __global__ __launch_bounds__(F::THREADS,
                              F::BLOCKS) void norm_forward_kernel(const __grid_constant__ Params p) {
     constexpr Config C = F::CONFIG;
-    if constexpr (F::DIVIDED) arch::cluster_arrive_relaxed();
+    if constexpr (F::DIVIDED) begin_cluster();
     arch::wait_for_dependencies();
     arch::launch_dependents();
     if constexpr (C.path != Path::memory) {
@@ -395,11 +394,11 @@ __global__ __launch_bounds__(F::THREADS,
 template <Config C>
 void launch(const Params& params, Stream stream) {
     const int64_t blocks = ceil_div(params.rows.count, teams_of(params.lanes)) * params.slices;
-    kittens::launch(
-        {.dependent = !C.portable, .blocks_per_sm = sm90::Forward<C>::BLOCKS},
-        sm90::norm_forward_kernel<sm90::Forward<C>>, dim3(static_cast<unsigned>(blocks)),
-        dim3(static_cast<unsigned>(threads_of(params.lanes))),
-        dim3(static_cast<unsigned>(params.slices)), 0, stream, params);
+    kittens::launch({.dependent = !C.portable, .blocks_per_sm = sm90::Forward<C>::BLOCKS},
+                    sm90::norm_forward_kernel<sm90::Forward<C>>,
+                    dim3(static_cast<unsigned>(blocks)),
+                    dim3(static_cast<unsigned>(threads_of(params.lanes))),
+                    dim3(static_cast<unsigned>(params.slices)), 0, stream, params);
 }
 
 }  // namespace thunderkittens::norm

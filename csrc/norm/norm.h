@@ -19,18 +19,18 @@
 
 namespace thunderkittens::norm {
 
-constexpr int UNIT = 8;             // elements
-constexpr int UNITS = 4;            // of a lane
-constexpr int SPAN = UNIT * UNITS;  // elements of a lane
-constexpr int WARP = 32;            // lanes
-constexpr int BLOCK = 128;          // threads of a block of teams no larger than a warp
-constexpr int MAX_LANES = 512;      // of a team that holds its row in registers
-constexpr int WIDE_THREADS = 512;   // of a block that holds one long row in registers
-constexpr int MOST_SLICES = 8;      // blocks of a cluster that divides a row
-constexpr int SLICE_LANES = 256;    // of a block that normalises a slice
+constexpr int UNIT = 8;                    // elements
+constexpr int UNITS = 4;                   // of a lane
+constexpr int SPAN = UNIT * UNITS;         // elements of a lane
+constexpr int WARP = 32;                   // lanes
+constexpr int BLOCK = 128;                 // threads of a block of teams no larger than a warp
+constexpr int MAX_LANES = 512;             // of a team that holds its row in registers
+constexpr int WIDE_THREADS = 512;          // of a block that holds one long row in registers
+constexpr int MOST_SLICES = 8;             // blocks of a cluster that divides a row
+constexpr int SLICE_LANES = 256;           // of a block that normalises a slice
 constexpr int SLICE = SLICE_LANES * SPAN;  // elements, at most
 constexpr int SLICE_STEP = 128;            // elements, of which slices have multiples
-constexpr int REDUCE_COLUMNS = 8;   // of a block that adds partial gradients
+constexpr int REDUCE_COLUMNS = 8;          // of a block that adds partial gradients
 constexpr int REDUCE_THREADS = 256;
 constexpr int STREAM_STAGES = 2;     // batches of rows that are on their way
 constexpr int STREAM_THREADS = 512;  // of an SM whose rows stream

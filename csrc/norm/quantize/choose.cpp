@@ -41,12 +41,11 @@ std::vector<KernelInfo> quantize_kernels() {
         const QuantizeConfig c = quantize_at(i);
         list.push_back({
             .name = kernel_name(c),
-            .config =
-                concat("a row ",
-                       c.path == Path::registers ? "in the registers of"
-                       : c.path == Path::cluster ? "in the registers of a cluster, blocks of"
-                                                 : "from memory,",
-                       " up to ", most_lanes(c), " threads"),
+            .config = concat("a row ",
+                             c.path == Path::registers ? "in the registers of"
+                             : c.path == Path::cluster ? "in the registers of a cluster, blocks of"
+                                                       : "from memory,",
+                             " up to ", most_lanes(c), " threads"),
             .source = c.portable ? "norm_quantize_sm80" : "norm_quantize",
             .symbol = symbol_of("norm_quantize_kernel", "QuantizeConfig", c),
             .arch = c.portable ? PORTABLE : NATIVE,

@@ -585,7 +585,7 @@ struct Quantizer {
 template <class Q>
 __global__ __launch_bounds__(Q::THREADS, Q::BLOCKS) void norm_quantize_kernel(
     const __grid_constant__ QuantizeParams q) {
-    if constexpr (Q::DIVIDED) arch::cluster_arrive_relaxed();
+    if constexpr (Q::DIVIDED) begin_cluster();
     arch::wait_for_dependencies();
     arch::launch_dependents();
     const Team team(q.norm);
