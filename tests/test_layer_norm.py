@@ -166,8 +166,11 @@ def test_gradients(device, case):
 
 
 @pytest.mark.parametrize(
-    ("rows", "width"), [(500, 32), (60, 160), (45, 1032), (11, 4104), (5, 8200), (90, 21)]
-    + [(5, 16416), (21, 1001), (9, 522), (10, 9004), (3, 20001)],
+    ("rows", "width"),
+    [
+        *((500, 32), (60, 160), (45, 1032), (11, 4104), (5, 8200), (90, 21)),
+        *((5, 16416), (21, 1001), (9, 522), (10, 9004), (3, 20001)),
+    ],
 )
 def test_gradients_of_many_rows(device, rows, width):
     """More than the teams of an emulated GPU of one SM, which take several each."""
