@@ -119,14 +119,16 @@ def test_every_kernel_that_quantises_to_nvfp4(name):
 
 
 NORM = (
-    r"(bf16|fp16|fp32)(_sum_fp32)?(_layer)?(_gated)?_(registers|wide|memory)(_\dunits)?(_portable)?"
+    r"(bf16|fp16|fp32)(_sum_fp32)?(_layer)?(_gated)?_(registers|wide|memory|cluster)(_\dunits)?"
+    r"(_portable)?"
 )
 
 
 def norm_call(name):
     """Operands and options of a call that a kernel of the norms runs."""
     dtype, kind, layer, gated, path, units, portable = (name[i] for i in range(1, 8))
-    width = {"wide": 16416, "memory": 129, "_2units": 4104, "_4units": 8200}.get(units or path, 128)
+    width = {"_2units": 4104, "_4units": 8200}.get(units, 128)
+    width = {"wide": 16416, "cluster": 16416, "memory": 129}.get(path, width)
     x = torch.randn(3, width).to(KINDS[dtype])
     tensors = {"x": x, "weight": torch.randn(width)}
     if layer:
@@ -156,11 +158,12 @@ def test_every_gradient_of_a_norm(name):
 
 
 @pytest.mark.parametrize(
-    "name", named("rms_norm_quantize", r"(registers|memory)(_portable)?"), ids=by_name
+    "name", named("rms_norm_quantize", r"(registers|memory|cluster)(_portable)?"), ids=by_name
 )
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 def test_every_quantizing_norm(name, norm):
-    x = torch.randn(9, 1032 if name[1] == "registers" else 1034).to(torch.float16)
+    width = {"registers": 1032, "memory": 1034, "cluster": 16416}[name[1]]
+    x = torch.randn(3 if name[1] == "cluster" else 9, width).to(torch.float16)
     factors = torch.randn(1 + (norm == "layer_norm"), x.shape[1])
     with tk.emulate("random", seed=1, portable=name[2] is not None) as run:
         for output in norm_quantize.OUTPUTS:

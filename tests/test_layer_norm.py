@@ -67,6 +67,8 @@ def test_values(device, case):
         (65536, FP16, "dropout"),
         (70000, BF16, "residual"),
         (20001, BF16, "plain"),
+        (65521, FP16, "residual"),
+        (30003, FP32, "plain"),
     ],
 )
 def test_wide_rows(device, width, dtype, form):
@@ -76,8 +78,18 @@ def test_wide_rows(device, width, dtype, form):
     assert_norm("layer_norm", normal((2, width), dtype, device, 1.0), **tensors, **options)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("width", [7, 9, 130, 1001, 4097])
+@pytest.mark.parametrize("kind", ["fp32", "both"])
+def test_rows_that_follow_each_other(device, width, form, kind):
+    """Each begins elsewhere in 16 bytes."""
+    tensors, options = residual_of(form, BF16, (19, width), device)
+    tensors |= parameters(kind, width, BF16, device)
+    assert_norm("layer_norm", normal((19, width), BF16, device, 1.0), **tensors, **options)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [2, 6, 256, 4096])
+@pytest.mark.parametrize("width", [2, 6, 256, 4096, 16416])
 def test_exact_rows(device, width, dtype):
     """Rows of as many m + d as m - d, of powers of two d, are normalised without a rounding."""
     signs = torch.ones(5, width, device=device)
@@ -154,7 +166,11 @@ def test_gradients(device, case):
 
 
 @pytest.mark.parametrize(
-    ("rows", "width"), [(500, 32), (60, 160), (45, 1032), (11, 4104), (5, 8200), (90, 21)]
+    ("rows", "width"),
+    [
+        *((500, 32), (60, 160), (45, 1032), (11, 4104), (5, 8200), (90, 21)),
+        *((5, 16416), (21, 1001), (9, 522), (10, 9004), (3, 20001)),
+    ],
 )
 def test_gradients_of_many_rows(device, rows, width):
     """More than the teams of an emulated GPU of one SM, which take several each."""
@@ -170,7 +186,13 @@ def test_gradients_of_many_rows(device, rows, width):
         check()
 
 
-@pytest.mark.parametrize(("width", "dtype"), [(9000, BF16), (8192, FP16), (8500, FP32)])
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [
+        *((9000, BF16), (8192, FP16), (8500, FP32), (33000, FP16), (20000, FP32)),
+        *((65529, BF16), (70000, BF16), (5001, FP32), (9003, FP16)),
+    ],
+)
 def test_gradients_of_wide_rows(device, width, dtype):
     named = {"x": normal((3, width), dtype, device), **parameters("both", width, dtype, device)}
     assert_gradients("layer_norm", tuple(named), list(named.values()))

@@ -70,6 +70,11 @@ def test_values(device, case):
         (70000, BF16, "residual"),
         (17000, BF16, "gate first"),
         (17000, FP32, "gated"),
+        (20001, BF16, "residual"),
+        (65521, FP16, "plain"),
+        (65530, FP16, "wide residual"),
+        (9001, BF16, "gated"),
+        (17003, FP32, "gate first"),
     ],
 )
 def test_wide_rows(device, width, dtype, form):
@@ -81,8 +86,18 @@ def test_wide_rows(device, width, dtype, form):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("width", [7, 9, 130, 1001, 4097])
+@pytest.mark.parametrize("weight_dtype", [BF16, FP32, None])
+def test_rows_that_follow_each_other(device, width, form, weight_dtype):
+    """Each begins elsewhere in 16 bytes."""
+    tensors, options = call_of(form, BF16, (19, width), device)
+    weight = None if weight_dtype is None else normal((width,), weight_dtype, device)
+    assert_norm("rms_norm", normal((19, width), BF16, device), weight, **tensors, **options)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [1, 6, 256, 4096])
+@pytest.mark.parametrize("width", [1, 6, 256, 4096, 16416])
 def test_exact_rows(device, width, dtype):
     """Rows of powers of two are normalised without a rounding."""
     signs = torch.randint(0, 2, (5, width), device=device) * 2 - 1
@@ -157,6 +172,7 @@ def test_gradients(device, case):
     [
         *((700, 32, None), (300, 24, 8), (90, 21, 3), (40, 384, 128)),
         *((45, 1032, None), (11, 4104, None), (5, 8200, None), (23, 8272, 4136)),
+        *((5, 16416, None), (21, 1001, None), (9, 522, None), (10, 9004, None), (3, 20001, None)),
     ],
 )
 def test_gradients_of_many_rows(device, rows, width, group):
@@ -174,12 +190,24 @@ def test_gradients_of_many_rows(device, rows, width, group):
         check()
 
 
-@pytest.mark.parametrize(("width", "form"), [(9000, "plain"), (8192, "gated"), (17000, "residual")])
+@pytest.mark.parametrize(
+    ("width", "form"),
+    [
+        (9000, "plain"),
+        (8192, "gated"),
+        (17000, "residual"),
+        (33000, "wide residual"),
+        (65529, "residual"),
+        (70000, "plain"),
+        (5001, "wide residual"),
+        (3001, "dropout"),
+    ],
+)
 def test_gradients_of_wide_rows(device, width, form):
-    tensors, _ = call_of(form, BF16, (3, width), device)
+    tensors, options = call_of(form, BF16, (3, width), device)
     named = {"x": normal((3, width), BF16, device), "weight": normal((width,), BF16, device)}
     named |= tensors
-    assert_gradients("rms_norm", tuple(named), list(named.values()))
+    assert_gradients("rms_norm", tuple(named), list(named.values()), **options)
 
 
 @over_forced(["registers", "memory"], [BF16, FP32])

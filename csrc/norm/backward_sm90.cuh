@@ -12,7 +12,7 @@
 // dz = dy n w silu'(z). Where x is gated first, v = x silu(z): dx = dv silu(z), dz = dv x silu'(z).
 #pragma once
 
-#include "csrc/norm/backward_streamed.cuh"
+#include "csrc/norm/backward_divided.cuh"
 
 namespace thunderkittens::norm {
 namespace sm90 {
@@ -226,17 +226,7 @@ __device__ __forceinline__ void gradients(const BackwardParams& p) {
         }
     }
     if (p.partials == nullptr) return;
-#pragma unroll 1
-    for (int distance = team.lanes; distance < WARP; distance *= 2) {
-#pragma unroll
-        for (int u = 0; u < UNITS_OF_LANE; ++u) {
-#pragma unroll
-            for (int i = 0; i < UNIT; ++i) {
-                weight[u][i] += arch::shuffle_xor(weight[u][i], distance);
-                if constexpr (C.layer) bias[u][i] += arch::shuffle_xor(bias[u][i], distance);
-            }
-        }
-    }
+    add_teams(weight, bias, C.layer, team.lanes);
     if (reducer.team != 0) return;
 #pragma unroll
     for (int u = 0; u < UNITS_OF_LANE; ++u) {
@@ -338,7 +328,9 @@ __global__ __launch_bounds__(B::THREADS, B::BLOCKS) void norm_backward_kernel(
     constexpr Config C = B::CONFIG;
     arch::wait_for_dependencies();
     arch::launch_dependents();
-    if constexpr (C.units > 0) {
+    if constexpr (C.path == Path::cluster) {
+        divide_gradients<C>(p);
+    } else if constexpr (C.units > 0) {
         stream_gradients<C>(p);
     } else if constexpr (C.path == Path::registers) {
         gradients<C>(p);
@@ -412,7 +404,8 @@ void launch_backward(const BackwardParams& params, Stream stream) {
     const int threads = threads_of(params.forward.lanes);
     kittens::launch({.dependent = !C.portable}, sm90::norm_backward_kernel<sm90::Backward<C>>,
                     dim3(static_cast<unsigned>(params.blocks)),
-                    dim3(static_cast<unsigned>(threads)), dim3(1), streamed_bytes(C, threads),
+                    dim3(static_cast<unsigned>(threads)),
+                    dim3(static_cast<unsigned>(params.forward.slices)), streamed_bytes(C, threads),
                     stream, params);
 }
 

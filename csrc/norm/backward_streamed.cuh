@@ -9,6 +9,7 @@
 // the weight sums a v, and dv = a w - v rstd^2 mean(g n) - rstd mean(g).
 #pragma once
 
+#include "csrc/norm/cluster.cuh"
 #include "csrc/norm/units.cuh"
 
 namespace thunderkittens::norm {
@@ -34,6 +35,26 @@ struct Reducer {
         : Reducer(lanes, blockIdx.x, threadIdx.x) {}
 };
 
+// What the teams of a warp have summed, of columns that they share.
+template <int COUNT, int BIASES>
+__device__ __forceinline__ void add_teams(float (&weight)[COUNT][UNIT], float (&bias)[BIASES][UNIT],
+                                          bool with_bias, int lanes) {
+#pragma unroll 1
+    for (int distance = lanes; distance < WARP; distance *= 2) {
+#pragma unroll
+        for (int u = 0; u < COUNT; ++u) {
+#pragma unroll
+            for (int i = 0; i < UNIT; ++i) {
+                weight[u][i] += arch::shuffle_xor(weight[u][i], distance);
+                if (BIASES == COUNT && with_bias) {
+                    bias[BIASES == COUNT ? u : 0][i] +=
+                        arch::shuffle_xor(bias[BIASES == COUNT ? u : 0][i], distance);
+                }
+            }
+        }
+    }
+}
+
 // Row `step` of a team: those of a warp are neighbours. Where rows have weights of their own, the
 // teams of a warp, and of its next steps, keep to the same: the rows of partial sums are then
 // those of one group each.
@@ -46,7 +67,9 @@ template <Config C>
 struct Stream {
     using T = element_of<C.dtype>;
     using S = element_of<C.sum_dtype>;
-    static constexpr int U = C.units, ROWS = streamed_rows(C), STAGES = STREAM_STAGES;
+    static constexpr int U = C.units, ROWS = streamed_rows(C);
+    static constexpr int STAGES = streamed_stages(C);
+    static constexpr bool DIVIDED = C.path == Path::cluster;
     // 16 bytes each, of the gradient behind those of x.
     static constexpr int OF_X = Unit<S>::WORDS / 4, OF_DY = Unit<T>::WORDS / 4;
     static constexpr int PIECES = ROWS * U * (OF_X + OF_DY);
@@ -149,6 +172,7 @@ struct Streamed {
     uint32_t base;   // of the lane in shared memory
     uint32_t pitch;  // bytes between pieces of a lane
     uint32_t row;    // of the batch at hand, the first
+    int begin, end;  // columns of the block, where a row is divided
     const char* x_ahead;
     const char* dy_ahead;
     char* dx;
@@ -161,15 +185,21 @@ struct Streamed {
     }
     __device__ __forceinline__ uint32_t next() const { return p.between; }
     __device__ __forceinline__ int column(int u) const {
-        return (u * team.lanes + team.lane) * UNIT;
+        const int in_team = (u * team.lanes + team.lane) * UNIT;
+        return P::DIVIDED ? begin + in_team : in_team;
     }
+    // Of a whole row the width stays where it is, which spares a register.
     __device__ __forceinline__ bool has(int u) const {
-        return column(u) < static_cast<int>(p.forward.width);
+        return column(u) < (P::DIVIDED ? end : static_cast<int>(p.forward.width));
     }
 
     __device__ __forceinline__ Streamed(const BackwardParams& params, uint32_t first)
         : p(params), team(params.forward), row(first) {
         const Params& f = p.forward;
+        if constexpr (P::DIVIDED) {
+            const Slice slice(f);
+            begin = slice.begin, end = slice.end;
+        }
         pitch = 16 * blockDim.x;
         base = arch::shared_address(kittens::shared_memory()) + 16 * threadIdx.x;
         if constexpr (PLAIN) {
@@ -180,11 +210,14 @@ struct Streamed {
                                                      (first * p.grad_out.stride[0] + at));
             dx = reinterpret_cast<char*>(static_cast<T*>(p.grad_x) + (first * f.width + at));
         }
-        const uint32_t group = Place(f, first).group;
+    }
+    // Weights to shared memory; sums are zero.
+    __device__ __forceinline__ void begin_sums() {
+        const uint32_t group = Place(p.forward, row).group;
 #pragma unroll
         for (int u = 0; u < U; ++u) {
             float w[UNIT];
-            load_factors<true, T>(w, f, group, column(u), has(u) ? UNIT : 0);
+            load_factors<true, T>(w, p.forward, group, column(u), has(u) ? UNIT : 0);
             const auto unit = rounded<float>(w);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
@@ -335,9 +368,51 @@ struct Streamed {
         }
     }
 
+    // What the gradient of a row is made with: dv = dy rstd w + (v - centre) slope + grad.
+    struct Factors {
+        float centre, rstd, slope, grad;
+    };
+    // From rstd, the sum of g (v - mean) and the mean of g. Of a row that there is not, whose sums
+    // are zero, rstd is zero.
+    __device__ __forceinline__ Factors factors_of(float centre, float squares, float product,
+                                                  float grad, int r, float reciprocal) const {
+        const bool there = row + static_cast<uint32_t>(r) * next() < rows();
+        const float factor = arch::reciprocal_sqrt(fmaf(squares, reciprocal, p.forward.eps));
+        const float rstd = there ? factor : 0.0f;
+        product = product * rstd * reciprocal;
+        return {centre, rstd, -rstd * (rstd * product), grad * -rstd};
+    }
+    // Gradients of a unit of row `r`; `added` gives what is added to them.
+    template <class Added>
+    __device__ __forceinline__ void finish(const Unit<S>& of_x, const Unit<T>& of_dy,
+                                           const float (&w)[UNIT], const Factors& f, int r, int u,
+                                           Added&& added) {
+        const float centre = has(u) ? f.centre : 0.0f;
+        float results[UNIT];
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i) {
+            const float d = of_dy.value(i), a = d * f.rstd;
+            float v = of_x.value(i);
+            if constexpr (C.layer) v -= centre;
+            weight[u][i] = fmaf(a, v, weight[u][i]);
+            if constexpr (C.layer) bias[u][i] += d;
+            results[i] = C.layer ? fmaf(v, f.slope, f.grad) : v * f.slope;
+            results[i] = fmaf(a, w[i], results[i]);
+        }
+        if constexpr (!PLAIN) {
+            const Unit<S> more = added();
+#pragma unroll
+            for (int i = 0; i < UNIT; ++i) results[i] += more.value(i);
+        }
+        store(results, r, u);
+    }
+    __device__ __forceinline__ void advance() {
+        row += ROWS * next();
+        if constexpr (PLAIN) dx += ROWS * (next() * p.forward.width) * static_cast<int>(sizeof(T));
+    }
+
     __device__ __forceinline__ void step(uint32_t stage, int batch, float reciprocal) {
-        const Params& f = p.forward;
-        const float width = static_cast<float>(f.width);
+        const float width = static_cast<float>(p.forward.width);
         float sums[P::SUMS] = {}, mean[ROWS] = {}, grad[ROWS] = {};
         add_first(sums, stage);
         if (X_STAYS && DY_STAYS) ask(stage, P::STAGES);
@@ -360,16 +435,10 @@ struct Streamed {
             add_second(sums, mean, stage);
             batch_sums(sums, team.lanes, 1);
         }
-        float rstd[ROWS], slope[ROWS];
+        Factors factors[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
-            // Of a row that there is not, whose sums are zero, zero.
-            const bool there = row + static_cast<uint32_t>(r) * next() < rows();
-            const float factor = arch::reciprocal_sqrt(fmaf(sums[r], reciprocal, f.eps));
-            rstd[r] = there ? factor : 0.0f;
-            const float product = sums[ROWS + r] * rstd[r] * reciprocal;
-            slope[r] = -rstd[r] * (rstd[r] * product);
-            grad[r] *= -rstd[r];
+            factors[r] = factors_of(mean[r], sums[r], sums[ROWS + r], grad[r], r, reciprocal);
         }
 #pragma unroll
         for (int u = 0; u < U; ++u) {
@@ -378,40 +447,25 @@ struct Streamed {
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
                 take_unit<!X_STAYS, !DY_STAYS>(stage, r, u);
-                const float centre = has(u) ? mean[r] : 0.0f;
-                float results[UNIT];
-#pragma unroll
-                for (int i = 0; i < UNIT; ++i) {
-                    const float d = dy[r][u].value(i), a = d * rstd[r];
-                    float v = x[r][u].value(i);
-                    if constexpr (C.layer) v -= centre;
-                    weight[u][i] = fmaf(a, v, weight[u][i]);
-                    if constexpr (C.layer) bias[u][i] += d;
-                    results[i] = C.layer ? fmaf(v, slope[r], grad[r]) : v * slope[r];
-                    results[i] = fmaf(a, w[i], results[i]);
-                }
-                if constexpr (!PLAIN) {
-                    const Unit<S> more =
-                        EARLY ? added[EARLY ? r : 0][EARLY ? u : 0] : load_grad_sum(r, u);
-#pragma unroll
-                    for (int i = 0; i < UNIT; ++i) results[i] += more.value(i);
-                }
-                store(results, r, u);
+                finish(x[r][u], dy[r][u], w, factors[r], r, u, [&] {
+                    return EARLY ? added[EARLY ? r : 0][EARLY ? u : 0] : load_grad_sum(r, u);
+                });
             }
         }
-        row += ROWS * next();
+        advance();
         if (!X_STAYS || !DY_STAYS) ask(stage, P::STAGES - 1);
-        if constexpr (PLAIN) dx += ROWS * (next() * f.width) * static_cast<int>(sizeof(T));
     }
 
+    __device__ __forceinline__ uint32_t stage_at(int batch) const {
+        return base + static_cast<uint32_t>(batch % P::STAGES) * (P::PIECES * pitch);
+    }
     __device__ __forceinline__ void run() {
         const int batches = static_cast<int>((p.steps + (ROWS - 1)) / ROWS);
         const float reciprocal = 1.0f / static_cast<float>(p.forward.width);
-        const auto stage_at = [&](int batch) {
-            return base + static_cast<uint32_t>(batch % P::STAGES) * (P::PIECES * pitch);
-        };
 #pragma unroll
         for (int i = 0; i < P::STAGES; ++i) ask(stage_at(i), i);
+        begin_sums();
+        arch::sync_block();  // a batch's sums have been cleared
 #pragma unroll 1
         for (int batch = 0; batch < batches; ++batch) {
             arch::cp_async_wait<P::STAGES - 1>();
@@ -426,18 +480,10 @@ struct Streamed {
         uint32_t block = blockIdx.x, thread = threadIdx.x;
         arch::pin_register(block);
         arch::pin_register(thread);
+        if constexpr (P::DIVIDED) block /= static_cast<uint32_t>(p.forward.slices);
         const Reducer reducer(team.lanes, block, thread);
-#pragma unroll 1
-        for (int distance = team.lanes; distance < WARP; distance *= 2) {
-#pragma unroll
-            for (int u = 0; u < U; ++u) {
-#pragma unroll
-                for (int i = 0; i < UNIT; ++i) {
-                    weight[u][i] += arch::shuffle_xor(weight[u][i], distance);
-                    if constexpr (C.layer) bias[u][i] += arch::shuffle_xor(bias[u][i], distance);
-                }
-            }
-        }
+        // Teams of four units a lane are no smaller than a warp: see set_team().
+        if constexpr (U < 4) add_teams(weight, bias, C.layer, team.lanes);
         if (reducer.team != 0) return;
 #pragma unroll
         for (int u = 0; u < U; ++u) {
@@ -451,21 +497,23 @@ struct Streamed {
     }
 };
 
+__device__ __forceinline__ bool is_plain(const BackwardParams& p) {
+    return p.forward.rows.dims == 1 && p.forward.dropped == 0 && p.grad_sum.data == nullptr &&
+           p.grad_residual == nullptr && p.grad_x != nullptr;
+}
+
 template <Config C>
 __device__ __forceinline__ void stream_gradients(const BackwardParams& p) {
     const Params& f = p.forward;
     const Reducer reducer(f.lanes);
     clear_batch_sums<Stream<C>::SUMS>(static_cast<int>(blockDim.x));
-    arch::sync_block();
     const auto run = [&]<bool PLAIN>() {
         const auto first = static_cast<uint32_t>(row_at(p, 0, reducer));
         Streamed<C, PLAIN> streamed(p, first);
         streamed.run();
         if (p.partials != nullptr) streamed.store_partials();
     };
-    const bool plain = f.rows.dims == 1 && f.dropped == 0 && p.grad_sum.data == nullptr &&
-                       p.grad_residual == nullptr && p.grad_x != nullptr;
-    if (plain)
+    if (is_plain(p))
         run.template operator()<true>();
     else
         run.template operator()<false>();

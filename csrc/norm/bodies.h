@@ -96,6 +96,16 @@ std::span<const int64_t> sizes_of(const Tensor& x) {
     return {x.sizes().data(), static_cast<std::size_t>(x.dim())};
 }
 
+// Who shares a row.
+inline void set_team(Params& p, const Config& config) {
+    p.lanes = lanes_of(config, p.width);
+    if (config.units == 4) p.lanes = std::max(p.lanes, WARP);  // also where that was forced
+    p.teams = teams_of(p.lanes);
+    if (config.path != Path::cluster) return;
+    p.slices = slices_of(p.width);
+    p.slice = static_cast<int>(slice_of(p.width));
+}
+
 template <class Tensor>
 struct Normalised {
     Tensor out;
@@ -139,8 +149,7 @@ Normalised<Tensor> forward_body(const Backend<Tensor>& on, const char* op, const
     problem.aligned = rows.aligned && aligned16(params.weight) && aligned16(params.bias);
     const Config config = on.chosen("rms_norm", choose(problem, device));
     params.aligned = problem.aligned;
-    params.lanes = lanes_of(config, params.width);
-    params.teams = teams_of(params.lanes);
+    set_team(params, config);
     auto launch = on.launch("rms_norm", config, x);
     for (const auto& [tensor, place] : rows.all()) launch.may_read("x, residual or gate", tensor);
     launch.may_read("weight", weight);
@@ -162,11 +171,12 @@ Normalised<Tensor> forward_body(const Backend<Tensor>& on, const char* op, const
 inline void plan_gradient(BackwardParams& p, int resident, int sms) {
     const Params& f = p.forward;
     const int64_t partials = f.lanes > WARP ? 1 : BLOCK / WARP;  // of a block
-    const int64_t most = int64_t{sms} * std::max(1, resident / threads_of(f.lanes));
+    const int64_t most =
+        std::max<int64_t>(1, int64_t{sms} * std::max(1, resident / threads_of(f.lanes)) / f.slices);
     const int64_t together = f.groups / std::gcd(f.groups, partials);
     const int64_t blocks =
         round_up(std::min(ceil_div(f.rows.count, teams_of(f.lanes)), most), together);
-    p.blocks = static_cast<int>(blocks);
+    p.blocks = static_cast<int>(blocks * f.slices);
     p.count = blocks * partials;
     p.pitch = round_up(f.width, UNIT);
     p.between = static_cast<uint32_t>(blocks * teams_of(f.lanes));
@@ -232,8 +242,7 @@ Gradients<Tensor> backward_body(const Backend<Tensor>& on, const char* op, const
     problem.aligned = forward.aligned = rows.aligned && aligned16(forward.weight);
     Config config = on.chosen("rms_norm_backward", choose_backward(problem, device));
     if (config.path == Path::memory) config.units = 0;  // where the path alone was forced
-    forward.lanes = lanes_of(config, forward.width);
-    forward.teams = teams_of(forward.lanes);
+    set_team(forward, config);
     params.grad_x = of_x ? result.x.data_ptr() : nullptr;
     params.grad_residual = of_residual ? result.residual.data_ptr() : nullptr;
     params.grad_gate = of_gate ? result.last.data_ptr() : nullptr;

@@ -44,9 +44,13 @@ std::string unsupported_backward(const Problem& p, const DeviceProperties& devic
 Config choose(const Problem& p, const DeviceProperties& device) {
     Config config = config_of(p, device);
     if (!p.aligned) return config;
-    if (lanes_of(p.width) <= MAX_LANES) {
+    // What is gated is held in fp32, by half as many lanes.
+    const int lanes = p.gated && !config.portable ? SLICE_LANES : MAX_LANES;
+    if (lanes_of(p.width) <= lanes) {
         config.path = Path::registers;
-    } else if (!p.gated && p.width <= most_in_block(config)) {
+    } else if (!config.portable && p.width <= MOST_IN_CLUSTER) {
+        config.path = Path::cluster;
+    } else if (config.portable && !p.gated && p.width <= most_in_block(config)) {
         config.path = Path::wide;
     }
     return config;
@@ -69,7 +73,11 @@ Config choose_backward(const Problem& p, const DeviceProperties& device) {
         const int bytes = streamed_bytes(streamed, threads_of(lanes_of(streamed, p.width)));
         return bytes <= device.shared_bytes_per_block ? streamed : config;
     }
-    return config;
+    if (p.width > MOST_IN_CLUSTER) return config;
+    Config divided = config;
+    divided.path = Path::cluster, divided.units = 2;
+    const int bytes = streamed_bytes(divided, lanes_of(divided, p.width));
+    return bytes <= device.shared_bytes_per_block ? divided : config;
 }
 
 std::string kernel_name(const Config& c) {
@@ -85,6 +93,8 @@ KernelInfo info_of(const char* kernel, const char* source, const Config& c, int 
         .name = kernel_name(c),
         .config = c.path == Path::registers
                       ? concat("a row in the registers of up to ", threads, " threads")
+                  : c.path == Path::cluster
+                      ? concat("a row in the registers of a cluster, ", threads, " threads a block")
                   : c.path == Path::wide ? concat("a row in the registers of ", threads, " threads")
                                          : concat("a row from memory, up to ", threads, " threads"),
         .source = concat(source, '_', name_of(c.dtype), c.portable ? "_sm80" : ""),
@@ -102,7 +112,7 @@ std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
     for (std::size_t i = 0; i < FORWARD_CONFIGS; ++i) {
         const Config c = forward_at(i);
-        list.push_back(info_of("norm_forward_kernel", "norm_forward", c, MAX_LANES));
+        list.push_back(info_of("norm_forward_kernel", "norm_forward", c, most_lanes_of_forward(c)));
     }
     return list;
 }

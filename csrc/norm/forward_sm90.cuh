@@ -8,6 +8,7 @@
 // what is computed is hidden as long as many loads are in flight.
 #pragma once
 
+#include "csrc/norm/cluster.cuh"
 #include "csrc/norm/units.cuh"
 
 namespace thunderkittens::norm {
@@ -22,10 +23,17 @@ struct Forward {
     static constexpr int COUNT = UNITS * (C.path != Path::wide ? 1 : sizeof(V) == 2 ? 4 : 2);
     // Units that are loaded together.
     static constexpr int BATCH = C.path == Path::wide ? 2 : UNITS;
-    static constexpr int THREADS = C.path == Path::wide ? WIDE_THREADS : MAX_LANES;
-    // Registers for two blocks of the largest, where a row of 16 bits leaves so many; of 8.0 some
-    // would be spilled.
-    static constexpr int BLOCKS = C.path != Path::wide && sizeof(V) == 2 && !C.portable ? 2 : 1;
+    static constexpr int THREADS = C.path == Path::wide ? WIDE_THREADS : most_lanes_of_forward(C);
+    static constexpr bool DIVIDED = C.path == Path::cluster;
+    static constexpr int ENTRIES = entries_of_lane(SLICE_LANES);
+    // Registers for 1024 threads of an SM, where a row of 16 bits leaves so many, and for 768 of
+    // what is gated; of 8.0 some would be spilled.
+    static constexpr int RESIDENT = C.path == Path::wide || C.portable ? THREADS
+                                    : sizeof(V) == 2                   ? 1024
+                                    : C.path == Path::memory           ? THREADS
+                                    : C.gated && sizeof(T) == 2        ? 768
+                                                                       : 512;
+    static constexpr int BLOCKS = RESIDENT / THREADS;
 };
 
 // x, with what is added to it: as it is returned, rounded.
@@ -142,24 +150,32 @@ __device__ __forceinline__ bool has_factors(const Params& p) {
     return sizeof(T) == 2 && p.weight != nullptr && !p.wide_weight;
 }
 
-// A row in registers. LAYER: the mean is taken.
-template <Config C, bool LAYER>
+// A row in registers. LAYER: the mean is taken. FIRST: the gate is applied before; then what is
+// normalised needs fp32, and the gate is not kept.
+template <Config C, bool LAYER, bool FIRST>
 __device__ __forceinline__ void normalise_as(const Params& p) {
     using F = Forward<C>;
     using T = typename F::T;
     using S = typename F::S;
-    using V = typename F::V;
+    using V = std::conditional_t<C.gated && !FIRST, T, typename F::V>;
+    constexpr bool KEEPS_GATE = C.gated && !FIRST;
     const Team team(C.path == Path::wide ? WIDE_THREADS : p.lanes, p.teams);
-    const bool there = team.number < p.rows.count;
-    const Place place(p, there ? team.number : 0);
-    const int first_column = team.lane * UNIT, apart = team.lanes * UNIT;
-    const int width = (there ? static_cast<int>(p.width) : 0) - first_column;
+    const int64_t number = F::DIVIDED ? team.number / p.slices : team.number;
+    const bool there = number < p.rows.count;
+    const Place place(p, there ? number : 0);
+    int first_column = team.lane * UNIT, end = static_cast<int>(p.width);
+    const int apart = team.lanes * UNIT;
+    if constexpr (F::DIVIDED) {
+        const Slice slice(p);
+        first_column += slice.begin, end = slice.end;
+    }
+    const int width = (there ? end : 0) - first_column;
     const auto count = [&](int u) { return width - u * apart; };  // not positive: there is none
     // One address of a lane, from which its units have the same distances in every operand.
     const auto at = [&]<class E>(E* row, int u) { return row + int64_t{u} * apart; };
 
     Unit<V> values[F::COUNT];
-    Unit<T> gates[C.gated ? F::COUNT : 1];
+    Unit<T> gates[KEEPS_GATE ? F::COUNT : 1]{};
     const T* const x_row = place.in<T>(p.x) + first_column;
 #pragma unroll
     for (int first = 0; first < F::COUNT; first += F::BATCH) {
@@ -170,12 +186,17 @@ __device__ __forceinline__ void normalise_as(const Params& p) {
         }
         if constexpr (C.gated) {
             const T* const gate_row = place.in<T>(p.gate) + first_column;
+            Unit<T> z[F::BATCH];
+#pragma unroll
+            for (int u = 0; u < F::BATCH; ++u) z[u] = load_unit<true>(at(gate_row, u), count(u));
 #pragma unroll
             for (int u = 0; u < F::BATCH; ++u) {
-                gates[u] = load_unit<true>(at(gate_row, u), count(u));
+                if constexpr (KEEPS_GATE) {
+                    values[u] = x[u], gates[u] = z[u];
+                } else {
+                    values[u] = gated<V>(p, x[u], z[u]);
+                }
             }
-#pragma unroll
-            for (int u = 0; u < F::BATCH; ++u) values[u] = gated<V>(p, x[u], gates[u]);
         } else if (p.residual.data != nullptr) {
             const S* const residual_row = place.in<S>(p.residual) + first_column;
             S* const sum_row = place.in<S>(p.sum, p.width) + first_column;
@@ -196,6 +217,9 @@ __device__ __forceinline__ void normalise_as(const Params& p) {
         }
     }
 
+    [[maybe_unused]] const std::conditional_t<F::DIVIDED, Exchange<LAYER, false, F::ENTRIES>,
+                                              NoExchange>
+        exchange(p, team.lanes, UNITS);
     float mean = 0;
     if constexpr (LAYER) {
         float sum = 0;
@@ -204,7 +228,11 @@ __device__ __forceinline__ void normalise_as(const Params& p) {
 #pragma unroll
             for (int i = 0; i < UNIT; ++i) sum += values[u].value(i);
         }
-        mean = team_sums<0>(Sums<1>{{sum}}, team.lanes).value[0] / static_cast<float>(p.width);
+        if constexpr (F::DIVIDED) {
+            mean = exchange.mean_of(sum);
+        } else {
+            mean = team_sums<0>(Sums<1>{{sum}}, team.lanes).value[0] / static_cast<float>(p.width);
+        }
     }
     if constexpr (LAYER) keep_packed(values);
     float squares = 0;
@@ -233,8 +261,21 @@ __device__ __forceinline__ void normalise_as(const Params& p) {
         bias = load_unit<true>(at(static_cast<const T*>(p.bias) + first_column, u), count(u));
     };
     const bool direct = has_factors<T>(p);
+    if constexpr (F::DIVIDED) {
+        squares = warp_sum(squares);
+        arch::cluster_wait();  // all blocks are there
+        exchange.give(p, 0, {.mean = mean, .squares = squares});
+        arch::cluster_arrive();
+    }
     if (direct) load_weights(0), load_bias(0);
-    const float factor = factor_of(p, team_sums<1>(Sums<1>{{squares}}, team.lanes).value[0]);
+    if constexpr (F::DIVIDED) {
+        arch::cluster_wait();
+        const Moments all = exchange.take(0, static_cast<float>(p.width));
+        mean = all.mean, squares = all.squares;
+    } else {
+        squares = team_sums<1>(Sums<1>{{squares}}, team.lanes).value[0];
+    }
+    const float factor = factor_of(p, squares);
     keep_packed(values);
     T* const out_row = place.in<T>(p.out, p.width) + first_column;
     if (direct) {
@@ -246,7 +287,7 @@ __device__ __forceinline__ void normalise_as(const Params& p) {
                 const int u = first + i;
                 const Unit<T> now = bias;
                 load_bias(u + 1);
-                const auto y = direct_result_of<C, LAYER>(p, values[u], gates[C.gated ? u : 0],
+                const auto y = direct_result_of<C, LAYER>(p, values[u], gates[KEEPS_GATE ? u : 0],
                                                           weights[i], now, mean, factor);
                 store_unit<true>(at(out_row, u), y, count(u));
             }
@@ -255,17 +296,23 @@ __device__ __forceinline__ void normalise_as(const Params& p) {
     }
 #pragma unroll
     for (int u = 0; u < F::COUNT; ++u) {
-        const auto y = result_of<C, true>(p, values[u], gates[C.gated ? u : 0], place.group,
+        const auto y = result_of<C, true>(p, values[u], gates[KEEPS_GATE ? u : 0], place.group,
                                           first_column + u * apart, count(u), mean, factor);
         store_unit<true>(at(out_row, u), y, count(u));
     }
 }
 template <Config C>
 __device__ __forceinline__ void normalise(const Params& p) {
-    if (p.layer)
-        normalise_as<C, true>(p);
-    else
-        normalise_as<C, false>(p);
+    if constexpr (C.gated) {
+        if (p.gate_first)
+            normalise_as<C, false, true>(p);
+        else
+            normalise_as<C, false, false>(p);
+    } else if (p.layer) {
+        normalise_as<C, true, false>(p);
+    } else {
+        normalise_as<C, false, false>(p);
+    }
 }
 
 // A row from memory, unit by unit, as often as it is needed.
@@ -330,6 +377,7 @@ template <class F>
 __global__ __launch_bounds__(F::THREADS,
                              F::BLOCKS) void norm_forward_kernel(const __grid_constant__ Params p) {
     constexpr Config C = F::CONFIG;
+    if constexpr (F::DIVIDED) begin_cluster();
     arch::wait_for_dependencies();
     arch::launch_dependents();
     if constexpr (C.path != Path::memory) {
@@ -345,11 +393,12 @@ __global__ __launch_bounds__(F::THREADS,
 
 template <Config C>
 void launch(const Params& params, Stream stream) {
-    const int64_t blocks = ceil_div(params.rows.count, teams_of(params.lanes));
-    kittens::launch(
-        {.dependent = !C.portable, .blocks_per_sm = sm90::Forward<C>::BLOCKS},
-        sm90::norm_forward_kernel<sm90::Forward<C>>, dim3(static_cast<unsigned>(blocks)),
-        dim3(static_cast<unsigned>(threads_of(params.lanes))), dim3(1), 0, stream, params);
+    const int64_t blocks = ceil_div(params.rows.count, teams_of(params.lanes)) * params.slices;
+    kittens::launch({.dependent = !C.portable, .blocks_per_sm = sm90::Forward<C>::BLOCKS},
+                    sm90::norm_forward_kernel<sm90::Forward<C>>,
+                    dim3(static_cast<unsigned>(blocks)),
+                    dim3(static_cast<unsigned>(threads_of(params.lanes))),
+                    dim3(static_cast<unsigned>(params.slices)), 0, stream, params);
 }
 
 }  // namespace thunderkittens::norm

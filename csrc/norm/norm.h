@@ -19,14 +19,18 @@
 
 namespace thunderkittens::norm {
 
-constexpr int UNIT = 8;             // elements
-constexpr int UNITS = 4;            // of a lane
-constexpr int SPAN = UNIT * UNITS;  // elements of a lane
-constexpr int WARP = 32;            // lanes
-constexpr int BLOCK = 128;          // threads of a block of teams no larger than a warp
-constexpr int MAX_LANES = 512;      // of a team that holds its row in registers
-constexpr int WIDE_THREADS = 512;   // of a block that holds one long row in registers
-constexpr int REDUCE_COLUMNS = 8;   // of a block that adds partial gradients
+constexpr int UNIT = 8;                    // elements
+constexpr int UNITS = 4;                   // of a lane
+constexpr int SPAN = UNIT * UNITS;         // elements of a lane
+constexpr int WARP = 32;                   // lanes
+constexpr int BLOCK = 128;                 // threads of a block of teams no larger than a warp
+constexpr int MAX_LANES = 512;             // of a team that holds its row in registers
+constexpr int WIDE_THREADS = 512;          // of a block that holds one long row in registers
+constexpr int MOST_SLICES = 8;             // blocks of a cluster that divides a row
+constexpr int SLICE_LANES = 256;           // of a block that normalises a slice
+constexpr int SLICE = SLICE_LANES * SPAN;  // elements, at most
+constexpr int SLICE_STEP = 128;            // elements, of which slices have multiples
+constexpr int REDUCE_COLUMNS = 8;          // of a block that adds partial gradients
 constexpr int REDUCE_THREADS = 256;
 constexpr int STREAM_STAGES = 2;     // batches of rows that are on their way
 constexpr int STREAM_THREADS = 512;  // of an SM whose rows stream
@@ -42,11 +46,12 @@ struct Problem {
 
 // How a row is kept between its statistics and the result: in the registers of a team of up to 512
 // lanes; in those of a block of 512 threads; not at all, so that it is read several times, from L1
-// and L2. Only the last takes rows that are not aligned, and any width.
-enum class Path : int { registers, wide, memory };
+// and L2; in the registers of a cluster, whose blocks have slices of it. Only `memory` takes rows
+// that are not aligned, and any width.
+enum class Path : int { registers, wide, memory, cluster };
 constexpr const char* strategy_name(Path path) {
-    constexpr const char* names[] = {"registers", "wide", "memory"};
-    return static_cast<int>(path) < 3 ? names[static_cast<int>(path)] : nullptr;
+    constexpr const char* names[] = {"registers", "wide", "memory", "cluster"};
+    return static_cast<int>(path) < 4 ? names[static_cast<int>(path)] : nullptr;
 }
 
 // Of a kernel. `layer` is that of gradients alone: what normalises takes both in one.
@@ -73,23 +78,29 @@ constexpr Types TYPES[] = {{DType::bf16, DType::bf16, false}, {DType::bf16, DTyp
                            {DType::fp32, DType::fp32, false}, {DType::bf16, DType::bf16, true},
                            {DType::fp16, DType::fp16, true},  {DType::fp32, DType::fp32, true}};
 constexpr std::size_t COMBINATIONS = std::size(TYPES), UNGATED = 5;
-constexpr std::size_t FORWARDS = 2 * COMBINATIONS + UNGATED, FORWARD_CONFIGS = 2 * FORWARDS;
+// What normalises: native kernels, then portable ones, which have blocks of long rows instead of
+// clusters, without gates.
+constexpr std::size_t NATIVE_FORWARDS = 3 * COMBINATIONS;
+constexpr std::size_t FORWARD_CONFIGS = NATIVE_FORWARDS + 2 * COMBINATIONS + UNGATED;
 constexpr Config forward_at(std::size_t i) {
-    const std::size_t kind = i % FORWARDS;
-    const Types& t = TYPES[kind % COMBINATIONS];
+    const bool portable = i >= NATIVE_FORWARDS;
+    if (portable) i -= NATIVE_FORWARDS;
+    const Types& t = TYPES[i % COMBINATIONS];
+    const Path long_rows = portable ? Path::wide : Path::cluster;
     return {.dtype = t.dtype,
             .sum_dtype = t.sum_dtype,
             .gated = t.gated,
-            .path = kind < COMBINATIONS       ? Path::registers
-                    : kind < 2 * COMBINATIONS ? Path::memory
-                                              : Path::wide,
-            .portable = i >= FORWARDS};
+            .path = i < COMBINATIONS       ? Path::registers
+                    : i < 2 * COMBINATIONS ? Path::memory
+                                           : long_rows,
+            .portable = portable};
 }
 // Gates are those of rms_norm: the first five types have a layer norm. Rows stream where they have
 // no gate, four units a lane only of 16 bits. Registers hold the rest, and portable kernels' rows.
 constexpr std::size_t GRADIENTS = COMBINATIONS + UNGATED, STREAMED = 24;
 constexpr std::size_t GATED = COMBINATIONS - UNGATED;
-constexpr std::size_t BACKWARD_CONFIGS = 3 * GRADIENTS + GATED + STREAMED;
+constexpr std::size_t DIVIDED = 2 * UNGATED;  // by clusters, with two units a lane
+constexpr std::size_t BACKWARD_CONFIGS = 3 * GRADIENTS + GATED + STREAMED + DIVIDED;
 constexpr Config gradient_of(const Types& t, bool layer, Path path, int units, bool portable) {
     return {.dtype = t.dtype,
             .sum_dtype = t.sum_dtype,
@@ -108,6 +119,10 @@ constexpr Config backward_at(std::size_t i) {
     i -= 3 * GRADIENTS;
     if (i < GATED) return gradient_of(TYPES[UNGATED + i], false, Path::registers, 0, false);
     i -= GATED;
+    if (i >= STREAMED) {
+        i -= STREAMED;
+        return gradient_of(TYPES[i / 2], i % 2 == 1, Path::cluster, 2, false);
+    }
     const bool layer = i % 2 == 1;
     i /= 2;
     const int units = i < UNGATED ? 1 : i < 2 * UNGATED ? 2 : 4;
@@ -144,6 +159,8 @@ struct Params {
     bool aligned = false;      // see Problem
     int lanes = 0;             // of a team
     int teams = 1;             // of a block
+    int slices = 1;            // of a row, each of a block of a cluster
+    int slice = 0;             // their elements
 };
 
 struct BackwardParams {
@@ -178,21 +195,42 @@ constexpr int units_of(const Config& config) {
     return config.layer ? UNITS / 2 : UNITS;
 }
 // Rows of a batch of a gradient whose rows stream: of units of a lane, 64 bytes of what is
-// normalised. Then the bytes of shared memory that its threads take, with their weights.
+// normalised; of a slice one row. How many batches are on their way, and the bytes of shared memory
+// that its threads take, with their weights.
 constexpr int streamed_rows(const Config& config) {
+    if (config.path == Path::cluster) return 1;
     return std::max(1, (config.sum_dtype == DType::fp32 ? 2 : 4) / std::max(config.units, 1));
 }
+constexpr int bytes_of_element(const Config& config) {
+    return (config.sum_dtype == DType::fp32 ? 4 : 2) + (config.dtype == DType::fp32 ? 4 : 2);
+}
+constexpr int streamed_stages(const Config& config) {
+    if (config.path != Path::cluster) return STREAM_STAGES;
+    return bytes_of_element(config) == 4 ? 4 : bytes_of_element(config) == 6 ? 3 : 2;
+}
 constexpr int streamed_bytes(const Config& config, int threads) {
-    const int element =
-        (config.sum_dtype == DType::fp32 ? 4 : 2) + (config.dtype == DType::fp32 ? 4 : 2);
-    const int rows = streamed_rows(config);
-    const int bytes = threads * UNIT * config.units * (STREAM_STAGES * rows * element + 4);
+    const int rows = streamed_stages(config) * streamed_rows(config);
+    const int bytes = threads * UNIT * config.units * (rows * bytes_of_element(config) + 4);
     // A launch raises the limit of what is more than 48 KB, and the sums of a batch come on top.
     constexpr int LIMIT = 48 * 1024, SUMS = 1024;
     return bytes > LIMIT - SUMS && bytes <= LIMIT ? LIMIT + 16 : bytes;
 }
+// Blocks that divide a row, a power of two, and the elements of each.
+constexpr int slices_of(int64_t width) {
+    int slices = 1;
+    while (slices < MOST_SLICES && slices * int64_t{SLICE} < width) slices *= 2;
+    return slices;
+}
+constexpr int64_t slice_of(int64_t width) {
+    return round_up(ceil_div(width, slices_of(width)), SLICE_STEP);
+}
 constexpr int lanes_of(const Config& config, int64_t width) {
     if (config.path == Path::wide) return WIDE_THREADS;
+    if (config.path == Path::cluster) {
+        // More than a warp, whose teams are others.
+        const int units = config.units > 0 ? config.units : UNITS;
+        return std::max(2 * WARP, lanes_of(slice_of(width), units));
+    }
     const int units = config.path == Path::registers ? units_of(config) : UNITS;
     return std::min(lanes_of(width, units), MAX_LANES);
 }
@@ -203,6 +241,13 @@ constexpr int teams_of(int lanes) { return lanes <= WARP ? BLOCK / lanes : 1; }
 // The longest rows that are held in registers.
 constexpr int64_t most_in_block(const Config& config) {
     return int64_t{WIDE_THREADS} * SPAN * (config.sum_dtype == DType::fp32 ? 2 : 4);
+}
+constexpr int64_t MOST_IN_CLUSTER = int64_t{MOST_SLICES} * SLICE;
+// The most lanes of a block that normalises.
+constexpr int most_lanes_of_forward(const Config& config) {
+    if (config.path == Path::cluster) return SLICE_LANES;
+    const bool gated_row = config.gated && config.path == Path::registers && !config.portable;
+    return gated_row ? SLICE_LANES : MAX_LANES;
 }
 // The most lanes whose registers hold a row and its share of the weight's gradient.
 constexpr int most_lanes_of_gradient(const Config& config) {

@@ -122,8 +122,7 @@ Quantized<Tensor> quantize_body(const Backend<Tensor>& on, const char* op, const
     problem.aligned = rows.aligned && aligned16(norm.weight) && aligned16(norm.bias);
     norm.aligned = problem.aligned;
     const QuantizeConfig config = on.chosen("rms_norm_quantize", choose_quantize(problem, device));
-    norm.lanes = std::min(lanes_of(norm.width), MAX_LANES);
-    norm.teams = teams_of(norm.lanes);
+    set_team(norm, {.path = config.path});
     auto launch = on.launch("rms_norm_quantize", config, x);
     for (const auto& [tensor, place] : rows.all()) launch.may_read("x or residual", tensor);
     launch.may_read("weight", weight);

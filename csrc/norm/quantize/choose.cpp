@@ -26,7 +26,9 @@ QuantizeConfig choose_quantize(const QuantizeProblem& p, const DeviceProperties&
     const int lanes = lanes_of(p.width);
     const bool held = p.aligned && lanes <= MAX_LANES &&
                       (!has_blocks(static_cast<Output>(p.output)) || lanes >= LANES_OF_GROUP);
-    return {held ? Path::registers : Path::memory, !runs_native(device)};
+    const bool divided =
+        p.aligned && lanes > MAX_LANES && p.width <= MOST_IN_CLUSTER && runs_native(device);
+    return {held ? Path::registers : divided ? Path::cluster : Path::memory, !runs_native(device)};
 }
 
 std::string kernel_name(const QuantizeConfig& c) {
@@ -39,13 +41,15 @@ std::vector<KernelInfo> quantize_kernels() {
         const QuantizeConfig c = quantize_at(i);
         list.push_back({
             .name = kernel_name(c),
-            .config =
-                concat("a row ", c.path == Path::registers ? "in the registers of" : "from memory,",
-                       " up to ", MAX_LANES, " threads"),
+            .config = concat("a row ",
+                             c.path == Path::registers ? "in the registers of"
+                             : c.path == Path::cluster ? "in the registers of a cluster, blocks of"
+                                                       : "from memory,",
+                             " up to ", most_lanes(c), " threads"),
             .source = c.portable ? "norm_quantize_sm80" : "norm_quantize",
             .symbol = symbol_of("norm_quantize_kernel", "QuantizeConfig", c),
             .arch = c.portable ? PORTABLE : NATIVE,
-            .threads = MAX_LANES,
+            .threads = most_lanes(c),
             .shared_bytes = 0,
             .fields = detail::fields_of(c),
         });

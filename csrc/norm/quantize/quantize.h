@@ -43,9 +43,13 @@ struct QuantizeConfig {
 TK_FIELDS(QuantizeProblem, rows, width, dtype, sum_dtype, output, layer, aligned)
 TK_FIELDS(QuantizeConfig, path, portable)
 
-constexpr std::size_t QUANTIZE_CONFIGS = 4;
+constexpr std::size_t QUANTIZE_CONFIGS = 5;
 constexpr QuantizeConfig quantize_at(std::size_t i) {
+    if (i == 4) return {Path::cluster, false};
     return {i % 2 == 0 ? Path::registers : Path::memory, i >= 2};
+}
+constexpr int most_lanes(const QuantizeConfig& config) {
+    return config.path == Path::cluster ? SLICE_LANES : MAX_LANES;
 }
 
 struct QuantizeParams {

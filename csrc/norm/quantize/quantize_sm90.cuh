@@ -10,6 +10,7 @@
 
 #include "csrc/gemm/quantize/fp8_quantize_units_sm90.cuh"
 #include "csrc/gemm/quantize/nvfp4_values_sm90.cuh"
+#include "csrc/norm/cluster.cuh"
 #include "csrc/norm/quantize/quantize.h"
 #include "csrc/norm/units.cuh"
 
@@ -225,34 +226,51 @@ __device__ __forceinline__ void store_nvfp4(const RowOut& out, float sixth, cons
     scales |= arch::shuffle_xor(scales, 4);
     if (kittens::laneid() % 8 == 0 && count > 0) out.store_scales(column, scales);
 }
+// The number of a row whose columns may be divided among blocks.
+template <bool DIVIDED>
+__device__ __forceinline__ int64_t row_of(const Params& p, const Team& team) {
+    return DIVIDED ? team.number / p.slices : team.number;
+}
+
 // The scales of a row that is not there, but that the layout has room for.
+template <bool DIVIDED>
 __device__ __forceinline__ void clear_scales(const QuantizeParams& q, const Team& team) {
-    if (team.number >= q.padded_rows) return;
-    const RowOut out(q, team.number);
-    for (int64_t block = 4 * team.lane; block < q.scale_pitch; block += 4 * team.lanes) {
+    const int64_t row = row_of<DIVIDED>(q.norm, team);
+    if (row >= q.padded_rows) return;
+    const RowOut out(q, row);
+    const int slice = DIVIDED ? static_cast<int>(arch::cluster_rank()) : 0;
+    const int64_t apart = 4 * team.lanes * q.norm.slices;
+    for (int64_t block = 4 * (slice * team.lanes + team.lane); block < q.scale_pitch;
+         block += apart) {
         out.store_scales(block * block_scaled::sm90::NV_BLOCK, 0);
     }
 }
 
-// A row in registers: aligned, and with scales of blocks, of half a warp or more.
+// A row in registers: aligned, and with scales of blocks, of half a warp or more. DIVIDED: of this
+// block a slice of it, of whole groups of 128.
+template <bool DIVIDED>
 struct Held {
     const QuantizeParams& q;
     const Params& p;
     const Place place;
-    const int first;  // column; past all rows where there is none
+    int first;  // column; past all rows where there is none
+    int end;    // of the columns
     float v[UNITS][UNIT];
+    static constexpr int ENTRIES = entries_of_lane(SLICE_LANES);
 
     __device__ __forceinline__ Held(const QuantizeParams& _q, const Team& team, bool there)
-        : q(_q),
-          p(_q.norm),
-          place(p, there ? team.number : 0),
-          first(there ? team.lane * UNIT : 1 << 30) {}
+        : q(_q), p(_q.norm), place(p, there ? row_of<DIVIDED>(p, team) : 0) {
+        first = team.lane * UNIT, end = static_cast<int>(p.width);
+        if constexpr (DIVIDED) {
+            const Slice slice(p);
+            first += slice.begin, end = slice.end;
+        }
+        if (!there) first = 1 << 30;
+    }
 
     __device__ __forceinline__ int column(int u) const { return u * p.lanes * UNIT + first; }
     // Not positive: there is no unit.
-    __device__ __forceinline__ int count(int u) const {
-        return static_cast<int>(p.width) - column(u);
-    }
+    __device__ __forceinline__ int count(int u) const { return end - column(u); }
 
     template <class S, class T>
     __device__ __forceinline__ void add_residual(const Unit<T> (&x)[UNITS]) {
@@ -292,30 +310,62 @@ struct Held {
             }
         });
     }
-    __device__ __forceinline__ void normalise() {
-        if (p.layer) {
-            float sum = 0;
-#pragma unroll
-            for (int u = 0; u < UNITS; ++u) {
-#pragma unroll
-                for (int i = 0; i < UNIT; ++i) sum += v[u][i];
-            }
-            const float total = team_sums<0>(Sums<1>{{sum}}, p.lanes).value[0];
-            const float mean = total / static_cast<float>(p.width);
-#pragma unroll
-            for (int u = 0; u < UNITS; ++u) {
-                if (count(u) <= 0) continue;
-#pragma unroll
-                for (int i = 0; i < UNIT; ++i) v[u][i] -= mean;
-            }
-        }
-        float squares = 0;
+    __device__ __forceinline__ float sum() const {
+        float sum = 0;
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) {
 #pragma unroll
-            for (int i = 0; i < UNIT; ++i) squares = fmaf(v[u][i], v[u][i], squares);
+            for (int i = 0; i < UNIT; ++i) sum += v[u][i];
         }
-        const float factor = factor_of(p, team_sums<1>(Sums<1>{{squares}}, p.lanes).value[0]);
+        return sum;
+    }
+    __device__ __forceinline__ void subtract(float mean) {
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            if (count(u) <= 0) continue;
+#pragma unroll
+            for (int i = 0; i < UNIT; ++i) v[u][i] -= mean;
+        }
+    }
+    // Of the distances from a centre.
+    template <bool LAYER>
+    __device__ __forceinline__ float squares(float centre) const {
+        float squares = 0;
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            const float taken = count(u) > 0 ? centre : 0.0f;
+#pragma unroll
+            for (int i = 0; i < UNIT; ++i) {
+                const float distance = LAYER ? v[u][i] - taken : v[u][i];
+                squares = fmaf(distance, distance, squares);
+            }
+        }
+        return squares;
+    }
+    // Takes the mean, and returns the squares of what is left.
+    template <bool LAYER>
+    __device__ __forceinline__ float centre() {
+        if constexpr (DIVIDED) {
+            const Exchange<LAYER, false, ENTRIES> exchange(p, p.lanes, UNITS);
+            Moments own;
+            if constexpr (LAYER) own.mean = exchange.mean_of(sum());
+            own.squares = warp_sum(squares<LAYER>(own.mean));
+            arch::cluster_wait();  // all blocks are there
+            exchange.give(p, 0, own);
+            arch::cluster_arrive();
+            arch::cluster_wait();
+            const Moments all = exchange.take(0, static_cast<float>(p.width));
+            if constexpr (LAYER) subtract(all.mean);
+            return all.squares;
+        }
+        if constexpr (LAYER) {
+            const float total = team_sums<0>(Sums<1>{{sum()}}, p.lanes).value[0];
+            subtract(total / static_cast<float>(p.width));
+        }
+        return team_sums<1>(Sums<1>{{squares<false>(0)}}, p.lanes).value[0];
+    }
+    __device__ __forceinline__ void normalise() {
+        const float factor = factor_of(p, p.layer ? centre<true>() : centre<false>());
 #pragma unroll
         for (int u = 0; u < UNITS; ++u) multiply(v[u], factor);
         if (p.weight == nullptr) return;
@@ -332,6 +382,14 @@ struct Held {
                 shift<true, W>(v[u], p, false, column(u), count(u));
             }
         });
+    }
+    __device__ __forceinline__ uint32_t largest_of_row(uint32_t x) const {
+        if constexpr (DIVIDED) {
+            const Exchange<false, false, ENTRIES> exchange(p, p.lanes, UNITS);
+            return exchange.largest(p, 1, largest_of_lanes<WARP>(x));
+        } else {
+            return largest_of_team(x, p.lanes);
+        }
     }
     __device__ __forceinline__ void store(float given) const {
         if (q.output == Output::nvfp4) {
@@ -353,7 +411,7 @@ struct Held {
             Magnitude most;
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) most.add(v[u]);
-            const Scale scale(largest_of_team(most.bits(), p.lanes));
+            const Scale scale(largest_of_row(most.bits()));
             if (first == 0) store_scale(q, place.row, scale.scale);
             all(scale.factor);
         } else {
@@ -363,7 +421,7 @@ struct Held {
             const fp8_quantize::sm90::GroupMaximum groups(most);
             const Scale scale(groups.bits);
             const int own = groups.own, group = column(own) / GROUP;
-            if (kittens::laneid() % 2 == 0 && own < UNITS && group * GROUP < p.width) {
+            if (kittens::laneid() % 2 == 0 && own < UNITS && group * GROUP < end) {
                 store_scale(q, group * q.scale_pitch + place.row, scale.scale);
             }
 #pragma unroll
@@ -518,20 +576,23 @@ __device__ __forceinline__ void quantize_from_memory(const QuantizeParams& q, fl
 template <QuantizeConfig C>
 struct Quantizer {
     static constexpr QuantizeConfig CONFIG = C;
-    // Registers for two blocks of the largest; where codes are made by operations on bits, for one.
-    static constexpr int BLOCKS = C.path == Path::registers && !C.portable ? 2 : 1;
+    static constexpr bool DIVIDED = C.path == Path::cluster;
+    static constexpr int THREADS = most_lanes(C);
+    // Registers for 1024 threads of an SM; where codes are made by operations on bits, for 512.
+    static constexpr int BLOCKS = C.path == Path::memory || C.portable ? 1 : 1024 / THREADS;
 };
 
 template <class Q>
-__global__ __launch_bounds__(MAX_LANES, Q::BLOCKS) void norm_quantize_kernel(
+__global__ __launch_bounds__(Q::THREADS, Q::BLOCKS) void norm_quantize_kernel(
     const __grid_constant__ QuantizeParams q) {
+    if constexpr (Q::DIVIDED) begin_cluster();
     arch::wait_for_dependencies();
     arch::launch_dependents();
     const Team team(q.norm);
-    const bool there = team.number < q.norm.rows.count;
-    if (!there) clear_scales(q, team);
-    if constexpr (Q::CONFIG.path == Path::registers) {
-        Held row(q, team, there);
+    const bool there = row_of<Q::DIVIDED>(q.norm, team) < q.norm.rows.count;
+    if (!there) clear_scales<Q::DIVIDED>(q, team);
+    if constexpr (Q::CONFIG.path != Path::memory) {
+        Held<Q::DIVIDED> row(q, team, there);
         row.load();
         const float given = given_factor(q);
         row.normalise();
@@ -554,8 +615,9 @@ void launch_quantize(const QuantizeParams& params, Stream stream) {
     const int64_t rows = std::max(p.rows.count, params.padded_rows);
     kittens::launch({.dependent = !C.portable, .blocks_per_sm = sm90::Quantizer<C>::BLOCKS},
                     sm90::norm_quantize_kernel<sm90::Quantizer<C>>,
-                    dim3(static_cast<unsigned>(ceil_div(rows, teams_of(p.lanes)))),
-                    dim3(static_cast<unsigned>(threads_of(p.lanes))), dim3(1), 0, stream, params);
+                    dim3(static_cast<unsigned>(ceil_div(rows, teams_of(p.lanes)) * p.slices)),
+                    dim3(static_cast<unsigned>(threads_of(p.lanes))),
+                    dim3(static_cast<unsigned>(p.slices)), 0, stream, params);
 }
 
 }  // namespace thunderkittens::norm

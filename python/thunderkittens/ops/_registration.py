@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
@@ -252,6 +253,11 @@ def wants_gradient(operands: Sequence[Any]) -> bool:
     return False
 
 
+def _without_frame(op: Callable[..., Any]) -> Callable[..., Any]:
+    """What an op calls when it is called itself, which spares a frame of Python."""
+    return op._op if type(op) is OpOverload else op
+
+
 def call_checked(
     op: Callable[..., Any], args: tuple[Any, ...], check: Callable[[tuple[Any, ...]], Any]
 ) -> Any:
@@ -264,7 +270,7 @@ def call_checked(
         check(args)
         return op(*args)
     try:
-        return op(*args)
+        return _without_frame(op)(*args)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, ValueError) as error:
@@ -290,7 +296,7 @@ def call_in_place(
         check(args)
         return op(*args)
     try:
-        return op(*args, True)
+        return _without_frame(op)(*args, True)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, ValueError) as error:
