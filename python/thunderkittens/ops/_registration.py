@@ -255,7 +255,7 @@ def wants_gradient(operands: Sequence[Any]) -> bool:
 
 def _without_frame(op: Callable[..., Any]) -> Callable[..., Any]:
     """What an op calls when it is called itself, which spares a frame of Python."""
-    return op._op if type(op) is OpOverload else op
+    return getattr(op, "_op", op) if type(op) is OpOverload else op
 
 
 def call_checked(
