@@ -60,8 +60,8 @@ def test_candidates_begin_with_the_choice():
 def test_candidates_divide_k_in_every_way():
     names = forced.labels(listed("gemm", **PROBLEM))
     assert sum("split_k" in name for name in names) > 4
-    assert any("balanced" in name for name in names)
-    assert any("128x176" in name for name in names)
+    assert any("192x192_cluster" in name for name in names)
+    assert any("128x256" in name for name in names)
     skinny = forced.labels(listed("gemm", m=16, n=512, k=8192))
     assert sum("swap_ab_16x64" in name for name in skinny) == 5
     assert not any("swap_ab_" in name for name in forced.labels(listed("gemm", m=300, n=64, k=64)))

@@ -194,11 +194,11 @@ SYMBOLS = {
     ),
     "fp16_tt_64x64_cluster": (
         "19cluster_tile_kernelINS1_17ClusterTileTraitsIXtlNS0_6ConfigELi64ELi64ELi14ELi1ELb0E"
-        "Li64ELb0ELNS_5DTypeE1ELb1ELb0ELb0ELb0ELi1ELb1EEEEEEEvNT_7GlobalsE"
+        "Li64ELb0ELNS_5DTypeE1ELb1ELb0ELb0ELb1EEEEEEEvNT_7GlobalsE"
     ),
     "bf16_nt_64x128_short_k": (
         "14short_k_kernelINS1_12ShortKTraitsIXtlNS0_6ConfigELi64ELi128ELi8ELi1ELb0ELi64ELb0E"
-        "LNS_5DTypeE0ELb0ELb0ELb0ELb0ELi1ELb0EEEEEEEvNT_7GlobalsE"
+        "LNS_5DTypeE0ELb0ELb0ELb0ELb0EEEEEEEvNT_7GlobalsE"
     ),
     "fp16_split_k": "14split_k_kernelINS1_12SplitKTraitsILNS_5DTypeE1EEEEEvNT_7GlobalsE",
     "nvfp4_fp16_256x64_split_k": (
@@ -207,16 +207,12 @@ SYMBOLS = {
     ),
     "nvfp4_fp16_fused_dequant": (
         "20fused_dequant_kernelINS1_12KernelTraitsIXtlNS0_6ConfigELi128ELi256ELi4ELi2ELb0ELi64E"
-        "Lb0ELNS_5DTypeE1ELb0ELb0ELb0ELb0ELi1ELb0EEEEENS0_11Nvfp4SourceEEEvNT_7GlobalsE"
+        "Lb0ELNS_5DTypeE1ELb0ELb0ELb0ELb0EEEEENS0_11Nvfp4SourceEEEvNT_7GlobalsE"
         "NS1_11DequantPlanINS8_1TET0_EE"
-    ),
-    "bf16_nn_64x64": (
-        "19one_consumer_kernelINS1_12KernelTraitsIXtlNS0_6ConfigELi64ELi64ELi10ELi1ELb0ELi64ELb0E"
-        "LNS_5DTypeE0ELb0ELb1ELb0ELb0ELi1ELb0EEEEEEEvNT_7GlobalsE"
     ),
     "fp16_tt_64x64_single_wave": (
         "24single_wave_64x64_kernelINS1_16SingleWaveTraitsIXtlNS0_6ConfigELi64ELi64ELi10ELi1ELb0E"
-        "Li64ELb0ELNS_5DTypeE1ELb1ELb0ELb0ELb0ELi1ELb0EEEEEEEvNT_7GlobalsE"
+        "Li64ELb0ELNS_5DTypeE1ELb1ELb0ELb0ELb0EEEEEEEvNT_7GlobalsE"
     ),
     "e4m3_e4m3_fast_128x176": (
         "15fp8_gemm_kernelINS1_12KernelTraitsIXtlNS0_6ConfigELi128ELi176ELi5ELi2ELi2ELb0ELi128E"
@@ -280,11 +276,10 @@ def test_gemm_works_on_whole_products(problem, blocks):
 @pytest.mark.parametrize(
     ("problem", "splits"),
     [
-        ((1, 2112, 7168, False), 2),
-        ((64, 2112, 7168, False), 3),
-        ((64, 2112, 512, False), 2),  # too short a K for three
-        ((64, 2176, 7168, False), 2),
-        ((48, 4096, 7168, False), 1),
+        ((1, 2112, 7168, False), 3),
+        ((16, 2112, 512, False), 1),  # too short a K
+        ((8, 512, 7168, False), 8),
+        ((32, 4096, 7168, False), 1),  # half of the SMs read as fast as all
         ((16, 4096, 7168, True), 3),
         ((16, 8192, 16384, True), 2),
         ((16, 8192, 8192, True), 1),
@@ -307,10 +302,9 @@ def test_gemm_of_few_rows_divides_k(problem, splits, b_n_major):
     [
         (64, 8192, "single_wave_64x64", (1, 1)),
         (64, 8448, "single_wave_64x64", (1, 1)),  # as many tiles as SMs
-        (64, 8512, "swap_ab", (1, 1)),
-        (64, 8200, "swap_ab", (1, 1)),  # a tile that is not whole
-        (63, 8192, "swap_ab", (1, 1)),
-        (128, 7168, "cluster_tile", (2, 2)),
+        (63, 8192, "cluster_tile", (1, 2)),  # a tile that is not whole
+        (32, 8192, "swap_ab", (1, 1)),
+        (128, 7168, "cluster_tile", (2, 4)),
         (128, 8192, "cluster_tile", (2, 1)),  # clusters of four leave 120 SMs
         (200, 8192, "persistent", (1, 1)),
     ],
@@ -362,13 +356,10 @@ def test_attention_splits_keys_where_blocks_are_few(batch, heads, rows, keys, sp
 @pytest.mark.parametrize(
     ("m", "n", "k", "splits"),
     [
-        (512, 2112, 7168, 3),
-        (512, 1024, 16384, 4),
+        (512, 512, 16384, 8),
         (256, 1024, 16384, 8),
-        (2048, 256, 16384, 4),
         (256, 2112, 7168, 1),  # smaller tiles fill the GPU
         (512, 1024, 4096, 1),  # too short a K for an exchange
-        (128, 4096, 16384, 1),  # bound by memory
         (4096, 2112, 7168, 1),
         (2048, 2048, 2048, 1),
     ],
@@ -389,7 +380,6 @@ def test_gemm_of_few_tiles_divides_k(m, n, k, splits, b_n_major):
     [
         (640, 2112, 7168, 128, 3),
         (1024, 2112, 7168, 192, 3),
-        (2048, 2112, 7168, 192, 3),  # a whole tile for each block, and a third of one
         (1152, 2048, 8192, 192, 4),
     ],
 )
@@ -437,15 +427,3 @@ def test_gemm_tiles_are_dealt_once_each(m, n, batch, gate):
     problem = {"m": m, "n": n * (1 + gate), "k": 4096, "batch": batch, "gate": gate}
     problem["fused"] = bool(gate)
     assert_dealt_once_each(problem, n)
-
-
-@pytest.mark.skipif("gemm" not in _C.ops(), reason="this build leaves gemm out")
-@pytest.mark.parametrize("b_n_major", [False, True])
-@pytest.mark.parametrize(
-    ("m", "n"), [(2560, 2560), (3072, 3072), (5888, 5880), (512, 13824), (5120, 2112), (2048, 5120)]
-)
-def test_balanced_gemm_tiles_are_dealt_once_each(m, n, b_n_major):
-    problem = {"m": m, "n": n, "k": 4096, "b_n_major": b_n_major}
-    assert_dealt_once_each(problem, n)
-    problem |= {"n": n + 1}  # TMA does not store such rows
-    assert not _C.choose("gemm", problem, H200)["balanced"]

@@ -96,11 +96,10 @@ def test_no_alarm_in_any_order(name: str, intensity: int) -> None:
             assert torch.equal(bits(x), bits(y))
 
 
-@pytest.mark.parametrize("cluster_m", [1, 2])
-def test_one_arrival_stands_for_a_warpgroup_where_no_order_is_checked(cluster_m):
+def test_one_arrival_stands_for_a_warpgroup_where_no_order_is_checked():
     """As where it is checked: the warps that have not waited yet have read, too."""
     a, b = bf16(300, 700), bf16(700, 512)
-    config = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "cluster_m": cluster_m}
+    config = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2}
     for seed in range(3):
         with tk.emulate("random", seed, config=config | {"blocks": 2}, check_order=False):
             out = tk.gemm(a, b)

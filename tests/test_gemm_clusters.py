@@ -1,5 +1,5 @@
-"""gemm's kernels with clusters, on the emulator: two blocks that share b's tiles, split-K over a
-cluster; and copies of operands that TMA cannot read."""
+"""gemm's cluster tiles on the emulator: split-K over a cluster, tiles shared by multicast;
+copies of operands that TMA cannot read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ if emulation.problem is not None:
     pytest.skip(emulation.problem, allow_module_level=True)
 
 LAYOUTS = list(itertools.product((False, True), repeat=2))  # a_m_major, b_n_major
-STAGES = {256: 4, 128: 6}
 CLUSTER_TILE = {"strategy": "cluster_tile", "cluster_tile": True, "swap_ab": False, "block_k": 64}
 CLUSTER_TILE |= {"share_m": 1, "share_n": 1, "per_sm": 1}
 
@@ -35,49 +34,7 @@ def choose(m: int, n: int, k: int, **fields: object) -> dict[str, object]:
     return _C.choose("gemm", {"m": m, "n": n, "k": k, "batch": 1, **fields}, H200)
 
 
-@every_dtype_and_policy
-@pytest.mark.parametrize("block_n", STAGES)
-def test_clusters_share_loads(block_n, dtype, policy):
-    """Two and a half clusters of rows, so that the second block of the last one has no rows of its
-    own; more steps than stages; one cluster for all tiles."""
-    for number, (a_m_major, b_n_major) in enumerate(LAYOUTS):
-        batch, m, n = 1 + number % 2, 520 + 8 * number, block_n + 72
-        k = 64 * STAGES[block_n] * 2 + 40 if number == 0 else 136
-        a, b = integers(batch, m, k, dtype=dtype), integers(batch, k, n, dtype=dtype)
-        bias = integers(n, dtype=dtype) if number == 1 else None
-        left, right = laid_out(a, b, a_m_major, b_n_major)
-        config = {"block_m": 128, "block_n": block_n, "stages": STAGES[block_n], "consumers": 2}
-        config |= {"cluster_m": 2, "blocks": 4 if number == 2 else 2, "raster_group": 2}
-        with tk.emulate(policy, seed=number, config=config) as run:
-            out = tk.gemm(left, right, bias=bias)
-        expected = a.float() @ b.float() + (0 if bias is None else bias.float())
-        assert torch.equal(out, expected.to(dtype)), (a_m_major, b_n_major)
-        name = f"{'nt'[a_m_major]}{'tn'[b_n_major]}_128x{block_n}_2x1"
-        assert run.kernels[0]["kernel"].partition("_")[2] == name
-
-
-@every_dtype_and_policy
-def test_clusters_with_balanced_tiling(dtype, policy):
-    """Tiles of two widths, whose second part the second block loads."""
-    for b_n_major, n, columns, extra in (
-        (False, 376, 2, 0),
-        (False, 400, 2, 1),
-        (True, 440, 2, 0),
-        (True, 312, 2, 0),
-    ):
-        m, k = 400, 328
-        a, b = integers(m, k, dtype=dtype), integers(k, n, dtype=dtype)
-        left, right = laid_out(a, b, False, b_n_major)
-        config = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "balanced": True}
-        config |= {"cluster_m": 2, "columns": columns, "extra_rows": extra, "blocks": 4}
-        config |= {"evict_first_b": n in (400, 440)}
-        with tk.emulate(policy, seed=n, config=config) as run:
-            out = tk.gemm(left, right)
-        assert torch.equal(out, (a.float() @ b.float()).to(dtype)), (b_n_major, n)
-        assert run.kernels[0]["kernel"].endswith("_128x256_balanced_2x1")
-
-
-# Rows and columns of a tile, stages of its persistent kernel, consumers; blocks of a cluster.
+# Rows and columns of a tile, stages, consumers; blocks of a cluster.
 SPLITS = [*(((64, 64, 14, 1), splits) for splits in (1, 2, 3, 8)), ((64, 128, 9, 1), 3)]
 SPLITS += [((64, 192, 7, 1), 1), ((192, 192, 4, 3), 2)]
 SPLITS += [((128, 128, 7, 2), splits) for splits in (1, 4)]
@@ -209,13 +166,14 @@ def test_outputs_of_any_pitch(n, pitch, batch_pitch, out_dtype, splits, dtype):
 
 
 def test_choice_of_clusters():
-    """Clusters share loads where an operand's rows do not begin at lines of 128 bytes; split-K over
-    a cluster is for few tiles and a long k, of any layout."""
-    aligned = choose(4096, 4096, 4096, b_n_major=True)
-    assert aligned["cluster_m"] == 1
-    fields = {"b_n_major": True, "a_alignment": 16, "b_alignment": 16}
-    assert choose(4104, 4104, 4104, **fields)["cluster_m"] == 2
-    assert choose(4104, 4104, 4104, **fields, fused=True)["cluster_m"] == 1
+    """Cluster tiles are for operands whose rows do not begin at lines of 128 bytes, and for two
+    rows of tiles that share those of b; split-K over a cluster for few tiles and a long k, of any
+    layout."""
+    assert choose(4096, 4096, 4096, b_n_major=True)["strategy"] == "persistent"
+    off_lines = {"a_alignment": 16, "b_alignment": 16}
+    assert choose(3872, 1512, 5368, b_n_major=True, **off_lines)["strategy"] == "cluster_tile"
+    two_rows = choose(128, 8192, 8192)
+    assert (two_rows["strategy"], two_rows["share_m"]) == ("cluster_tile", 2)
     assert choose(56, 72, 7240, a_m_major=True, b_n_major=True, fused=True)["splits"] > 1
     for a_m_major, b_n_major in LAYOUTS:
         few = choose(312, 40, 6323, a_m_major=a_m_major, b_n_major=b_n_major)
@@ -228,8 +186,7 @@ def test_choice_of_clusters():
 # ---- operands that TMA cannot read ----
 
 # A kernel that reads copies of them, whatever k is.
-COPYING = {"strategy": "one_consumer", "block_m": 64, "block_n": 64, "stages": 10, "consumers": 1}
-COPYING |= {"swap_ab": False, "block_k": 64}
+COPYING = CLUSTER_TILE | {"block_m": 64, "block_n": 64, "stages": 14, "consumers": 1, "splits": 1}
 
 
 def shifted(x: torch.Tensor, elements: int, padding: int) -> torch.Tensor:

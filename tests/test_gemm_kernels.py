@@ -1,4 +1,4 @@
-"""Which of gemm's kernels runs, on the emulator: single-wave, balanced tiling, split-K, stream-K,
+"""Which of gemm's kernels runs, on the emulator: single-wave, split-K, stream-K,
 rows that two tiles compute; and every kernel of the family by its name."""
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ POLICIES = emulation.POLICIES
 H200 = _C.DeviceProperties(
     sm_count=132, shared_bytes_per_block=232448, l2_bytes=50 << 20, major=9, minor=0
 )
-SHAPES = {(128, 256): (4, 2), (128, 128): (6, 2), (64, 128): (8, 1), (64, 64): (10, 1)}
-NT_SHAPES = {(128, 112): (6, 2), (128, 176): (5, 2), (128, 224): (4, 2)}
-NN_SHAPES = {(128, 192): (4, 2)}
+SHAPES = {(128, 256): (4, 2), (128, 128): (6, 2), (64, 128): (8, 1)}
 
 
 def integers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -31,25 +29,24 @@ def integers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("batch", "dtype"), [(1, torch.bfloat16), (3, torch.float16)])
-@pytest.mark.parametrize("tile", SHAPES | NT_SHAPES | NN_SHAPES, ids=lambda t: f"{t[0]}x{t[1]}")
+@pytest.mark.parametrize("tile", [(128, 256), (128, 128)], ids=lambda t: f"{t[0]}x{t[1]}")
 def test_gemm_in_one_wave(tile, batch, dtype):
     """A block for each tile: the grid has their shape, and they leave as a block's last tile."""
     a = integers(batch, 136, 264, dtype=dtype)
     b = integers(batch, 264, 272, dtype=dtype)
     rows, columns = math.ceil(136 / tile[0]), math.ceil(272 / tile[1])
-    stages, consumers = (SHAPES | NT_SHAPES | NN_SHAPES)[tile]
+    stages, consumers = SHAPES[tile]
     config = {"block_m": tile[0], "block_n": tile[1], "stages": stages, "consumers": consumers}
     config |= {"raster_group": rows, "blocks": batch * rows * columns}
-    for a_m_major in [False, True] if tile in SHAPES else [False]:
-        for b_n_major in [False] if tile in NT_SHAPES else [True] if tile in NN_SHAPES else [0, 1]:
-            left = a.mT.contiguous().mT if a_m_major else a
-            right = b if b_n_major else b.mT.contiguous().mT
-            with tk.emulate("random", seed=batch, config=config) as run:
-                out = tk.gemm(left, right)
-            assert torch.equal(out, (a.float() @ b.float()).to(dtype)), (a_m_major, b_n_major)
-            once = "_single_wave" if tile == (128, 256) else ""
-            name = f"{'nt'[a_m_major]}{'tn'[b_n_major]}_{tile[0]}x{tile[1]}{once}"
-            assert run.kernels[0]["kernel"].partition("_")[2] == name
+    for a_m_major, b_n_major in itertools.product((False, True), repeat=2):
+        left = a.mT.contiguous().mT if a_m_major else a
+        right = b if b_n_major else b.mT.contiguous().mT
+        with tk.emulate("random", seed=batch, config=config) as run:
+            out = tk.gemm(left, right)
+        assert torch.equal(out, (a.float() @ b.float()).to(dtype)), (a_m_major, b_n_major)
+        once = "_single_wave" if tile == (128, 256) else ""
+        name = f"{'nt'[a_m_major]}{'tn'[b_n_major]}_{tile[0]}x{tile[1]}{once}"
+        assert run.kernels[0]["kernel"].partition("_")[2] == name
 
 
 @every_dtype_and_policy
@@ -73,8 +70,9 @@ def test_gemm_of_several_tiles(dtype, policy):
 
 @every_dtype_and_policy
 def test_gemm_of_single_wave_64x64(dtype, policy):
-    """Tiles of whole columns, one per block, have a kernel of their own, unless there is a bias or
-    another type: fewer steps than stages, as many, and more; rows that two tiles compute."""
+    """Tiles of whole columns, one per block, have a kernel of their own; cluster tiles are what
+    runs where there is a bias or another type. Fewer steps than stages, as many, and more; rows
+    that two tiles compute."""
     for batch, m, n, k in (
         (1, 128, 128, 24),
         (2, 128, 64, 640),
@@ -83,7 +81,7 @@ def test_gemm_of_single_wave_64x64(dtype, policy):
     ):
         rows = -(-m // 64)
         config = {"block_m": 64, "block_n": 64, "stages": 10, "consumers": 1, "raster_group": rows}
-        config["blocks"] = batch * rows * (n // 64)
+        config |= {"blocks": batch * rows * (n // 64), "strategy": "single_wave_64x64"}
         for a_m_major, b_n_major, evict_first_b in itertools.product((False, True), repeat=3):
             a, b = integers(batch, m, k, dtype=dtype), integers(batch, k, n, dtype=dtype)
             expected = a.float() @ b.float()
@@ -98,63 +96,7 @@ def test_gemm_of_single_wave_64x64(dtype, policy):
     with tk.emulate(policy, config=config) as run:
         out = tk.gemm(a[0], b[0], bias=torch.ones(n, dtype=dtype), out_dtype=torch.float32)
     assert torch.equal(out, expected[0] + 1)
-    assert run.kernels[0]["kernel"].endswith("_64x64")
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("m", [70, 130])
-def test_gemm_divides_a_long_k(m, policy):
-    """Clusters of the kernel for few rows divide k, also where there are several rows of tiles."""
-    for k, splits in ((4096, 4), (2048, 1)):
-        chosen = _C.choose("gemm", {"m": 128, "n": 576, "k": k, "batch": 1}, H200)
-        assert chosen["swap_ab"] is (splits > 1)
-        assert splits == 1 or chosen["splits"] == splits
-    config = {"block_m": 64, "block_n": 64, "stages": 6, "consumers": 1, "block_k": 128}
-    config |= {"swap_ab": True, "splits": 3, "blocks": 6}
-    for b_n_major in (False, True):
-        a, b = integers(m, 520, dtype=torch.bfloat16), integers(520, 136, dtype=torch.bfloat16)
-        right = b if b_n_major else b.t().contiguous().t()
-        with tk.emulate(policy, seed=m, config=config) as run:
-            out = tk.gemm(a, right)
-        assert torch.equal(out, (a.float() @ b.float()).bfloat16()), b_n_major
-        assert run.kernels[0]["kernel"].endswith("_swap_ab_64x64")
-
-
-# ---- balanced tiling with run-time widths ----
-
-# Columns, tiles of a row, rows of tiles with one more. Rows of b along k: every pair of widths, 160
-# and 176 to 224 and 240. Along n: 256 and 192, 192 and 128, one width.
-BALANCED = {
-    False: [(2 * width - 24, 2, 1) for width in range(176, 241, 16)] + [(636, 4, 0)],
-    True: [(440, 2, 0), (312, 2, 0), (700, 3, 0), (568, 3, 0), (248, 2, 0), (508, 2, 0)],
-}
-
-
-@every_dtype_and_policy
-@pytest.mark.parametrize("b_n_major", [False, True])
-def test_gemm_of_balanced_tiles(b_n_major, dtype, policy):
-    """Also where rows of the output are not multiples of 16 bytes, or k is short, which other tiles
-    compute."""
-    tile = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "balanced": True}
-    for number, (n, columns, longer) in enumerate(BALANCED[b_n_major]):
-        k = 72 if number == 1 else (200, 328)[number % 2]
-        a, b, bias = (integers(*shape, dtype=dtype) for shape in ((330, k), (k, n), (n,)))
-        bias = bias if number % 3 == 0 else None
-        expected = a.float() @ b.float() + (0 if bias is None else bias.float())
-        if not b_n_major:
-            b = b.t().contiguous().t()
-        widths = {
-            "columns": columns,
-            "extra_rows": longer,
-            "raster_group": 2,
-            "evict_first_b": number > 2,
-        }
-        with tk.emulate(policy, seed=n, config=tile | widths | {"blocks": 2}) as run:
-            out = tk.gemm(a, b, bias=bias)
-        assert torch.equal(out, expected.to(dtype)), (n, columns, k)
-        itself = n % 8 == 0 and k > 192
-        assert run.kernels[0]["balanced"] == itself
-        assert run.kernels[0]["kernel"].endswith("128x256_balanced" if itself else "128x256")
+    assert run.kernels[0]["kernel"].endswith("_64x64_cluster")
 
 
 # ---- split-K and stream-K ----

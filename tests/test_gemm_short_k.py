@@ -26,7 +26,7 @@ LAYOUTS = tuple(itertools.product((False, True), repeat=2))  # a_m_major, b_n_ma
 
 def config(block_n: int) -> dict[str, object]:
     """What forces the kernel, whatever has been chosen."""
-    plain = {"consumers": 1, "block_k": 64, "swap_ab": False, "balanced": False, "cluster_m": 1}
+    plain = {"consumers": 1, "block_k": 64, "swap_ab": False, "cluster_tile": False}
     tile = {"block_m": 64, "block_n": block_n, "stages": TILES[block_n]}
     return {"strategy": "short_k", **tile, **plain}
 

@@ -1,5 +1,5 @@
-"""gemm's tiles of two widths on the emulator: balanced tiling with two fixed widths, alone, in
-clusters, and with a fused epilogue, of the consumers or of epilogue warps."""
+"""gemm's tiles of two widths on the emulator: balanced tiling, alone and with a fused
+epilogue, of the consumers or of epilogue warps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from thunderkittens import emulation
 if emulation.problem is not None:
     pytest.skip(emulation.problem, allow_module_level=True)
 
-BF16 = torch.bfloat16
 # Two rows of tiles with a wide and a narrow one each, and a row of three narrow ones.
 TILES = {"block_m": 128, "block_n": 256, "stages": 4, "consumers": 2, "swap_ab": False}
 WIDTHS = {"columns": 2, "extra_rows": 1, "raster_group": 2}
@@ -36,33 +35,6 @@ def test_tiles_of_two_widths(b_n_major, policy):
         assert torch.equal(out, expected.to(dtype)), k
         assert run.kernels[0]["columns"] == 2
         assert run.kernels[0]["kernel"].endswith("_128x256")
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("columns", [2, 3])
-def test_narrower_tiles_of_two_widths(columns, policy):
-    n = 176 * columns - 24
-    a, b = integers(330, 328, dtype=BF16), integers(n, 328, dtype=BF16).t()
-    config = TILES | {"block_n": 176, "stages": 5, "columns": columns, "extra_rows": 0, "blocks": 2}
-    with tk.emulate(policy, seed=columns, config=config) as run:
-        out = tk.gemm(a, b)
-    assert torch.equal(out, (a.float() @ b.float()).to(BF16))
-    assert run.kernels[0]["kernel"].endswith("_128x176")
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("b_n_major", [False, True])
-def test_clusters_with_tiles_of_two_widths(b_n_major, policy):
-    """The second block of a cluster loads the part that is narrower, for both."""
-    dtype = DTYPES[b_n_major]
-    a, b = integers(520, 200, dtype=dtype), integers(200, N, dtype=dtype)
-    right = b if b_n_major else b.t().contiguous().t()
-    config = TILES | WIDTHS | {"cluster_m": 2, "blocks": 4}
-    for evict_first_b in (False, True):
-        with tk.emulate(policy, config=config | {"evict_first_b": evict_first_b}) as run:
-            out = tk.gemm(a, right)
-        assert torch.equal(out, (a.float() @ b.float()).to(dtype))
-        assert run.kernels[0]["kernel"].endswith("_128x256_2x1")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -405,7 +405,6 @@ SHORT_DIMENSIONS = {
     "csrc/gemm/common/align_rows_sm90.cuh": "two operands",
     "csrc/gemm/dense/cluster_tile_types_sm90.cuh": "tiles, no more than multiprocessors",
     "csrc/gemm/common/reduce_workspace_sm90.cuh": "parts of k",
-    "csrc/gemm/dense/one_consumer_sm90.cuh": "tiles, no more than multiprocessors",
     "csrc/gemm/dense/prologue_sm90.cuh": "tiles, no more than multiprocessors",
     "csrc/gemm/unaligned/short_k_sm90.cuh": "rows of tiles and matrices, see fits_short_k()",
     "csrc/gemm/dense/single_wave_64x64_sm90.cuh": "tiles, no more than multiprocessors",

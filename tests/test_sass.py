@@ -22,7 +22,7 @@ from helpers.toolkit import find_tool
 ROOT = Path(__file__).resolve().parents[1]
 # Files of csrc/*/instances.txt, and what all instances have that are compiled here of each.
 KERNELS = [
-    ("gemm/bf16_one_consumer", ".block_n = 64,"),
+    ("gemm/bf16_single_wave_64x64", ".block_n = 64,"),
     ("attention/forward_bf16", ".block_m = 64,"),
 ]
 EMULATOR = ("emulated", "emulated.cpp", "emulated.h", "emulator")  # names of files and folders

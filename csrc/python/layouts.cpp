@@ -14,7 +14,6 @@
 #include "kittens/types/register/fragment.h"
 #include "kittens/types/shared/swizzle.h"
 #if THUNDERKITTENS_HAS_GEMM
-#include "csrc/gemm/dense/balanced_order.h"
 #include "csrc/gemm/dense/gemm.h"
 #endif
 
@@ -126,18 +125,6 @@ py::array_t<std::uint32_t> gemm_tile_order(const tk::Fields& fields,
 #if THUNDERKITTENS_HAS_GEMM
     const auto problem = tk::detail::struct_from<tk::gemm::Problem>("gemm", fields);
     const auto choice = tk::gemm::choose(problem, device);
-    if (choice.config.balanced) {
-        const auto order =
-            make_balanced_order(choice.config, choice.schedule, problem.m, problem.n);
-        py::array_t<std::uint32_t> tiles({static_cast<py::ssize_t>(order.total), py::ssize_t{5}});
-        auto out = tiles.mutable_unchecked<2>();
-        for (std::uint32_t index = 0; index < order.total; ++index) {
-            const auto at = order.at(index);
-            const std::uint32_t tile[] = {at.batch, at.m, at.n, at.col, at.width};
-            for (int i = 0; i < 5; ++i) out(index, i) = tile[i];
-        }
-        return tiles;
-    }
     const bool halves = problem.gate == tk::gemm::Gate::blocked;
     const auto order =
         tk::gemm::make_two_width_order(tk::gemm::tile_walk(choice.config, choice.schedule),

@@ -142,7 +142,7 @@ def emulate(
         >>> with tk.emulate("random", seed=7) as run:
         ...     y = tk.gemm(a, b)  # bf16 or fp16 CPU tensors
         >>> run.kernels[0]["kernel"]
-        'bf16_nn_64x64'
+        'bf16_nn_64x64_cluster'
     """
     if _module is None:
         raise RuntimeError(f"tk.emulate: {problem}")

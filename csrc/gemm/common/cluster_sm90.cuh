@@ -30,15 +30,8 @@ __device__ __forceinline__ void init_stages(Shared& shared, int filling, int rel
 
 // Releases a stage, by a consumer that has read it. One arrival stands for the warpgroup, because
 // wgmma reads shared memory for all of it.
-// In a cluster whose blocks load for each other, warp i arrives at block i.
-template <int cluster_blocks = 1>
 __device__ __forceinline__ void release_stage(semaphore& empty) {
-    if constexpr (cluster_blocks > 1) {
-        const int peer = warpgroup::warpid();
-        if (laneid() == 0 && peer < cluster_blocks) arrive_remote_relaxed(empty, peer);
-    } else {
-        if (warpgroup::laneid() == 0) arrive(empty);
-    }
+    if (warpgroup::laneid() == 0) arrive(empty);
 }
 
 // One arrival of a warp all of whose lanes have come.

@@ -10,7 +10,6 @@ std::string kernel_name(const Config& c) {
     const std::string layout = concat(c.a_m_major ? 't' : 'n', c.b_n_major ? 'n' : 't');
     return concat(name_of(c.dtype), '_', layout, c.swap_ab ? "_swap_ab_" : "_", c.block_m, 'x',
                   c.block_n, c.fused ? "_fused" : "", c.masked ? "_masked" : "",
-                  c.balanced ? "_balanced" : "", c.cluster_m == 2 ? "_2x1" : "",
                   c.cluster_tile ? "_cluster" : "");
 }
 
@@ -43,15 +42,14 @@ static KernelInfo split_k_info(DType dtype) {
 // The file of instances.txt that has a configuration's kernels.
 static std::string source_of(const Config& c) {
     if (c.cluster_tile) return concat("cluster_tile_", c.block_m, 'x', c.block_n);
-    if (c.balanced) return c.cluster_m == 1 ? "balanced" : "balanced_clusters";
-    if (c.cluster_m > 1) return concat(name_of(c.dtype), "_clusters");
     if (c.swap_ab) return concat(name_of(c.dtype), c.fused ? "_swap_ab_fused" : "_swap_ab");
     if (c.fused) {
         const bool apart = c.block_n == 256 && c.a_m_major;
         return concat(name_of(c.dtype), '_', c.block_m, 'x', c.block_n, "_fused",
                       apart ? "_a_transposed" : "");
     }
-    return concat(name_of(c.dtype), '_', strategy_name(kernel_of(c)));
+    const Kernel kernel = has_single_wave_64x64(c) ? Kernel::single_wave_64x64 : kernel_of(c);
+    return concat(name_of(c.dtype), '_', strategy_name(kernel));
 }
 
 static KernelInfo portable_info(const PortableConfig& c) {
@@ -111,10 +109,9 @@ std::vector<KernelInfo> kernels() {
         } else if (kernel == Kernel::cluster_tile) {
             add(kernel, concat(warps, ", clusters of up to ", MAX_CLUSTER_BLOCKS, " blocks"),
                 "cluster_tile_kernel", threads(c), shared_bytes(c));
-        } else {
+        } else if (kernel == Kernel::persistent) {
             add(kernel, concat(stages, ", 1 producer and ", c.consumers, " consumer warpgroups"),
-                kernel == Kernel::one_consumer ? "one_consumer_kernel" : "persistent_gemm_kernel",
-                threads(c), shared_bytes(c));
+                "persistent_gemm_kernel", threads(c), shared_bytes(c));
         }
         if (has_short_k(c)) {
             add(Kernel::short_k,

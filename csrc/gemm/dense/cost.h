@@ -1,313 +1,201 @@
-// The clock cycles that the kernels of the dense GEMM need for a problem whose rows all begin at
-// lines, fitted to an H200, which choose.cpp compares; and the balanced tiles and the splits of any
-// problem. Pure functions of the problem and the device; host C++ only.
+// The clock cycles that the kernels of the dense GEMM need: one model of all of them, fitted to an
+// H200, which choose.cpp compares. Pure functions of the problem and the device; host C++ only.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "csrc/common/math.h"
-#include "csrc/gemm/common/balanced_tiles.h"
-#include "csrc/gemm/dense/balanced_order.h"
-#include "csrc/gemm/dense/fitted_cost.h"
-#include "csrc/gemm/dense/single_wave.h"
 #include "csrc/gemm/dense/split_k.h"
 
 namespace thunderkittens::gemm {
 
-// Whether all rows of the operands begin at lines of 128 bytes.
-inline bool begins_at_lines(const Problem& p) {
-    return p.a_alignment >= 128 && p.b_alignment >= 128 && !p.a_needs_copy && !p.b_needs_copy;
-}
-// Whether sums are only rounded, too. There the choice is that of the models of this file, which
-// were tuned to the weights of language models and to squares; elsewhere that of fitted_cost.h, but
-// for skinny m.
-inline bool in_lines(const Problem& p) { return !p.fused && begins_at_lines(p); }
-
-// A step's requests to the L2 cache, of balanced tiling's narrow and wide tiles, split-K and
-// stream-K.
-inline double line_cycles(const Problem& p, double rows, double columns, int cluster_m) {
-    constexpr double in_lines_cycles = 1.73, off_lines_cycles = 3.4;
-    return (begins_at_lines(p) ? in_lines_cycles : off_lines_cycles) *
-           (rows * lines_of(p.a_alignment) + columns * lines_of(p.b_alignment) / cluster_m);
-}
-constexpr double LOCKSTEP = 1.02, CLUSTER_STARTUP = 1500;
-
-// Epilogue warps: the steps of k between the four subtiles that a consumer hands to them. With a
-// short k the consumers would wait for the epilogue warps; for fp16, whose activation formulas are
-// longer, sooner than for bf16.
-inline int store_interval_for(const Problem& p) {
-    const int64_t steps = ceil_div(p.k, BLOCK_K), least = p.dtype == DType::bf16 ? 48 : 64;
-    return steps < least ? 0 : static_cast<int>(std::min<int64_t>(steps / 5, 32));
-}
-
-// Balanced tiling with two fixed widths, where the kernel has it and it pays.
-inline Widths two_widths(const Config& config, const Problem& p, int sm_count) {
-    if (!has_two_widths(config) || p.batch > 1 || p.out_dtype != p.dtype) return {};
-    // A gate allows two widths only with epilogue warps.
-    if (p.gate != Gate::none && store_interval_for(p) == 0) return {};
-    const bool halves = p.gate == Gate::blocked;
-    const int width = halves ? config.block_n / 2 : config.block_n;
-    const int64_t n = halves ? p.n / 2 : p.n;
-    const int64_t height = height_of(config);
-    Widths widths = gemm::two_widths(height, width, p.m, n, clusters_of(config, sm_count));
-    if (p.b_n_major && cover_too_much<int64_t>(widths.columns, n, width)) return {};
-    // With many rows of tiles the narrower loads cost most of what the balance brings, where nearly
-    // all tiles are narrow.
-    const int64_t rows = ceil_div(p.m, height), base = rows - widths.extra_rows;
-    const int64_t wide = base * wide_tiles(n, widths.columns, width) +
-                         widths.extra_rows * wide_tiles(n, widths.columns + 1, width);
-    if (p.b_n_major && rows >= 16 && wide * 10 < rows * widths.columns) {
-        widths.share *= 1.055;
-        if (wide == 0 && widths.share > 0.985) return {};
-    }
-    return widths;
-}
-
-// The persistent and the single-wave kernels: waves of tiles of one per SM, block_m * block_n / 32
-// cycles for the products of 64 steps of k, times what smaller tiles lose.
-inline double fixed_width_cycles(const Config& config, const Problem& p, int sm_count) {
-    const int size = config.block_m * config.block_n;
-    const double per_product = size >= 128 * 256   ? 1.0
-                               : size >= 128 * 224 ? 1.03
-                               : size >= 128 * 128 ? 1.05
-                               : size >= 128 * 112 ? 1.1
-                               : size >= 64 * 128  ? 1.32
-                                                   : 2.16;
-    const int64_t tiles = p.batch * ceil_div(p.m, config.block_m) * ceil_div(p.n, config.block_n);
-    const auto steps = static_cast<double>(std::max<int64_t>(1, ceil_div(p.k, BLOCK_K)));
-    const double lines = line_cycles(p, config.block_m, config.block_n, 1);
-    const double tile = steps * std::max(size / 32 * per_product, lines);
-    return double(ceil_div(tiles, sm_count)) *
-               (tile * two_widths(config, p, sm_count).share + 600) +
-           2500 + 0.12 * size;
-}
-
-// The cycles that reading the operands from memory takes.
-inline double operand_cycles(const Problem& p) {
-    return 2 * double(p.m + p.n) * double(p.k) / 1765;
-}
-
-// A way to divide a problem into cluster tiles, and the cycles that it needs.
-struct ClusterTile {
-    const TileShape* shape = nullptr;
-    int share_m = 1, share_n = 1, splits = 1, per_sm = 1;
-    double cycles = std::numeric_limits<double>::infinity();
-
-    int64_t blocks(const Problem& p) const {
-        return p.batch * round_up(ceil_div(p.m, shape->block_m), share_m) *
-               round_up(ceil_div(p.n, shape->block_n), share_n) * splits;
-    }
+// The constants of the model: cycles of an H200's SM, unless they say otherwise. They are fitted to
+// 592 products, drawn and listed, each with some sixty kernels and clusters
+// (docs/experiments/gemm.md).
+struct Fit {
+    // A step of 64 of k: its products, times what tiles of a size lose; a line of 128 bytes that
+    // the SM asks of the L2 cache.
+    double large = 0.349, middle = 0.419, small = 0.361, smallest = 0.507, asked = 1.223;
+    double off_line = 1.869;  // lines that a row takes more where none begins at one
+    double same_line = 31.5;  // lines that the L2 cache gives per cycle where all SMs ask for them
+    double blend = 1.098;     // of the shorter of products and loads
+    double pairs = 1.367, lockstep = 1.579;  // blocks that wait for one, for several
+    // Bytes per cycle: of memory, which all kernels wait for at least, and of that an SM's; through
+    // the L2 cache. The share of an operand that is read again. What counts of the shorter of the
+    // L2 cache and the steps, and of that and memory.
+    double memory = 2430, memory_of_sm = 38, cached = 12500, again = 1.717, blend_cached = 1.221,
+           blend_memory = 0.1;
+    // A kernel before its first product and after its last, and more or less of some of them.
+    double start = 1610, cluster_start = 490, single_wave = -2500, single_wave_64x64 = -4500;
+    // An element of a tile: its store; more where the output's rows begin anywhere; its fused
+    // epilogue, there too, and behind another tile.
+    double store = 0.123, any_persistent = 0.523;
+    double fused_cluster = 0.929, fused_any_cluster = 2.495, fused_swap_ab = 0.3,
+           fused_short = 0.126;
+    double fused_persistent = 0.415, fused_next = 0.504;
+    // A block of a cluster tile behind the first, and its elements.
+    double next_block = 115, next_element = 0.198;
+    // Split-K: over a cluster, of swap-AB, and through a workspace.
+    double split = 1470, split_element = 0.464, split_swap_ab = 1320;
+    double workspace = 5500, workspace_element = 0.65;
+    // A short k: a tile, a step, and bytes per cycle that are read and written.
+    double short_tile = 1830, short_step = 2590, short_read = 101.2, short_written = 18.6;
+    // Copies of operands that TMA cannot read: a launch, and bytes per cycle.
+    double copy = 7920, copied = 2280;
 };
-template <class Visit>
-void for_each_cluster_tile(const Problem& p, int sm_count, Visit visit) {
-    constexpr int most = MAX_CLUSTER_BLOCKS, grid_limit = 65535;
-    const int64_t steps = ceil_div(p.k, BLOCK_K);
-    if (p.gate != Gate::none || p.batch > grid_limit / most) return;
-    for (const TileShape& shape : CLUSTER_TILE_SHAPES) {
-        const int64_t rows = ceil_div(p.m, shape.block_m), columns = ceil_div(p.n, shape.block_n);
-        const int64_t tiles = p.batch * rows * columns;
-        if (tiles < 1 || columns > grid_limit - most) continue;
-        const Config config = cluster_tile_config(shape, p.dtype, p.a_m_major, p.b_n_major);
-        const int pairs = most_cluster_tiles_per_sm(config);
-        for (const int splits : {1, 2, 3, 4, 6, 8}) {
-            if (splits > steps || (splits > 1 && tiles * splits > sm_count * pairs)) break;
-            for (int share_m = 1; share_m * splits <= most && share_m < 2 * rows; share_m *= 2) {
-                for (int share_n = 1; share_m * share_n * splits <= most && share_n < 2 * columns;
-                     share_n *= 2) {
-                    ClusterTile tile{&shape, share_m, share_n, splits};
-                    const bool waits = tile.blocks(p) > sm_count;
-                    if (!waits || pairs == 1) visit(tile);
-                    tile.per_sm = 2;
-                    if (waits && pairs > 1) visit(tile);
-                }
-            }
-        }
-    }
-}
-// Where all rows begin at lines: split-K alone, for few tiles of 64 x 64.
-inline ClusterTile best_cluster_in_lines(const Problem& p, int sm_count) {
-    ClusterTile best;
-    const TileShape& shape = CLUSTER_TILE_SHAPES[0];
-    const int64_t tiles = p.batch * ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
-    const int64_t steps = ceil_div(p.k, BLOCK_K);
-    if (tiles < 1) return best;
-    const double step = shape.block_m * shape.block_n / 32 * 2.16;
-    const int64_t most = std::min({sm_count / tiles, steps, int64_t{MAX_CLUSTER_BLOCKS}});
-    for (int64_t splits = 2; splits <= most; ++splits) {
-        const double products = double(ceil_div(steps, splits)) * step;
-        const double cycles = std::max(products, double(p.batch) * operand_cycles(p)) + 5900;
-        if (cycles < best.cycles) {
-            best = {.shape = &shape, .splits = static_cast<int>(splits), .cycles = cycles};
-        }
-    }
-    return best;
+constexpr Fit FIT;
+
+// TMA asks the L2 cache for lines of 128 bytes, of which a row of a box that does not begin at one
+// takes more. So many lines are a row, in the mean, of an operand whose rows begin at multiples of
+// `alignment` bytes.
+inline double lines_of(int64_t alignment) {
+    return 1 + FIT.off_line * (1 - double(std::min<int64_t>(alignment, 128)) / 128);
 }
 
-// Balanced tiling with run-time widths: the tiles of a row, and the cycles that they need.
-struct BalancedTiles {
-    int columns = 0, extra_rows = 0;
-    double cycles = std::numeric_limits<double>::infinity();
+// How a choice divides a problem: tiles, the blocks that share loads or the k of a tile, the blocks
+// of a cluster, those that an SM holds, and blocks in all.
+struct Tiling {
+    double block_m, block_n;
+    int share_m = 1, share_n = 1, splits = 1, cluster = 1, per_sm = 1;
+    double blocks = 0, tiles = 0;
+
+    double size() const { return block_m * block_n; }
 };
 
-// The cost of a tile of a width, in columns of a tile of 256: in narrow tiles the rows of a are
-// loaded for fewer columns.
-inline double column_cost(const Config& config, const Problem& p, int64_t width) {
-    const double w = static_cast<double>(width);
-    const double lines = line_cycles(p, config.block_m, w, config.cluster_m);
-    return std::max({w, 0.6 * w + 91, lines * 32 / config.block_m}) *
-           (config.cluster_m > 1 ? LOCKSTEP : 1);
-}
-
-// The columns that the busiest SM computes.
-inline double balanced_load(const Config& config, const Problem& p, int64_t rows, int64_t columns,
-                            int64_t extra_rows, int sm_count) {
-    const int64_t n = p.n;
-    const int64_t unit = balanced_step(config), tiles = rows * columns + extra_rows;
-    const Shares base = share_columns(config, n, columns),
-                 extra = share_columns(config, n, columns + 1);
-    const auto cost = [&](int64_t width) { return column_cost(config, p, width); };
-    const double narrow = cost(base.narrow), wider = cost(base.narrow + unit) - narrow;
-    const auto waves = static_cast<double>(ceil_div(tiles, sm_count));
-    if (extra_rows == 0) {
-        return waves * narrow + double(ceil_div(rows * base.wide, sm_count)) * wider;
+inline Tiling tiling_of(const Choice& choice, const Problem& p) {
+    const Config& c = choice.config;
+    const Schedule& s = choice.schedule;
+    Tiling t{.block_m = double(c.block_m), .block_n = double(c.block_n)};
+    if (choice.kernel == Kernel::cluster_tile) {
+        t.share_m = s.share_m, t.share_n = s.share_n, t.per_sm = s.per_sm;
     }
-    if (waves == 1) return narrow + (base.wide > 0 ? wider : 0);
-    const double of_extra = double(columns + 1) * cost(extra.narrow) +
-                            extra.wide * (cost(extra.narrow + unit) - cost(extra.narrow));
-    const double all = double(rows - extra_rows) * (double(columns) * narrow + base.wide * wider) +
-                       double(extra_rows) * of_extra;
-    return all / sm_count + wider / 2;
+    t.splits = s.splits;
+    t.cluster = choice.kernel == Kernel::split_k ? 1 : t.share_m * t.share_n * t.splits;
+    const int64_t rows = round_up(ceil_div(p.m, c.block_m), t.share_m);
+    if (s.columns > 0) {  // of two widths: tiles as wide as their mean
+        const double more = std::min(1.0, double(s.extra_rows) / double(rows));
+        const double width = double(p.n) / (s.columns + more);
+        t.block_n = std::min(t.block_n, std::ceil(width / 8) * 8);
+        t.tiles = double(rows * s.columns + s.extra_rows);
+    } else {
+        t.tiles = double(p.batch * rows * round_up(ceil_div(p.n, c.block_n), t.share_n));
+    }
+    t.blocks = choice.kernel == Kernel::split_k ? s.blocks : t.tiles * t.splits;
+    return t;
 }
 
-inline double balanced_cycles(const Config& config, const Problem& p, int64_t columns,
-                              int64_t extra_rows, int sm_count) {
-    const int clusters = clusters_of(config, sm_count);
-    const int64_t rows = ceil_div(p.m, height_of(config));
-    const auto steps = static_cast<double>(ceil_div(p.k, BLOCK_K));
-    const double tiles = std::ceil(double(rows * columns + extra_rows) / clusters);
-    const double work =
-        steps * config.block_m / 32 * balanced_load(config, p, rows, columns, extra_rows, clusters);
-    return work + tiles * 900 + 2500 + 0.12 * config.block_m * config.block_n +
-           (config.cluster_m > 1 ? CLUSTER_STARTUP : 0);
+inline int64_t k_steps(const Problem& p) { return std::max<int64_t>(1, ceil_div(p.k, BLOCK_K)); }
+
+// A step of k of a block: its products and its loads, which disturb each other.
+inline double step_cycles(const Tiling& t, const Problem& p, int sm_count) {
+    const double a = lines_of(p.a_alignment) * std::min(t.block_m, double(p.m)),
+                 b = lines_of(p.b_alignment) * std::min(t.block_n, double(p.n));
+    const double share = t.size() >= 128 * 128  ? FIT.large
+                         : t.size() >= 128 * 96 ? FIT.middle
+                         : t.size() >= 64 * 128 ? FIT.small
+                                                : FIT.smallest;
+    const double products = t.size() / 32 * share;
+    // The blocks at work at a time that read the same rows of b, and the same columns of a.
+    const double at_a_time = std::min(t.blocks, double(sm_count)) / t.splits;
+    const double rows = double(p.batch) * std::ceil(double(p.m) / t.block_m),
+                 columns = double(p.batch) * std::ceil(double(p.n) / t.block_n);
+    const double of_b = std::max(1.0, at_a_time / columns) / t.share_m * b,
+                 of_a = std::max(1.0, at_a_time / rows) / t.share_n * a;
+    const double loads =
+        std::max(FIT.asked * (a / t.share_n + b / t.share_m), std::max(of_a, of_b) / FIT.same_line);
+    return std::max(products, loads) + FIT.blend * std::min(products, loads);
 }
 
-inline BalancedTiles balance_tiles(const Config& config, const Problem& p, int sm_count) {
-    BalancedTiles best;
-    const int clusters = clusters_of(config, sm_count);
-    const int64_t rows = ceil_div(p.m, height_of(config));
-    const int64_t least = ceil_div(p.n, widest(config)), most = ceil_div(p.n, narrowest(config));
-    const auto consider = [&](int64_t columns, int64_t extra_rows) {
-        if (columns < least || columns + (extra_rows > 0) > most) return;
-        const double cycles = balanced_cycles(config, p, columns, extra_rows, sm_count);
-        if (cycles < best.cycles) {
-            best = {static_cast<int>(columns), static_cast<int>(extra_rows), cycles};
-        }
+inline double bytes_of(const Problem& p) {
+    const double m = double(p.m), n = double(p.n), k = double(p.k);
+    return 2 * double(p.batch) * ((m + n) * k + m * n);
+}
+// The bytes that come through the L2 cache: the operands, and a part of them again where several
+// blocks load them, because what is on its way to one of these, others do not find there yet; and
+// the result.
+inline double cached_bytes(const Tiling& t, const Problem& p) {
+    const auto again = [](double size, double block, int share) {
+        const double readers = std::ceil(std::ceil(size / block) / share);
+        return FIT.again * (1 - 1 / std::max(1.0, readers));
     };
-    const int64_t first = ceil_div(rows * least, clusters);
-    for (int64_t waves = first; waves < first + 3; ++waves) {
-        const int64_t columns = std::min(waves * clusters / rows, most);
-        if (columns < least) continue;
-        if (config.b_n_major) {
-            for (int64_t i = 0; i < 3; ++i) consider(columns - i, 0);
-        } else {
-            const Shares shares = share_columns(config, p.n, columns);
-            const int64_t widest_tile = shares.narrow + (shares.wide > 0 ? int{NARROW_BY} : 0);
-            consider(ceil_div(p.n, widest_tile), 0);
-            consider(columns, 0);
-            if (columns < most) consider(columns, waves * clusters % rows);
+    const double m = double(p.m), n = double(p.n);
+    return bytes_of(p) +
+           2 * double(p.batch) * double(p.k) *
+               (m * again(n, t.block_n, t.share_n) + n * again(m, t.block_m, t.share_m));
+}
+
+// The epilogues of an SM, of its last tile and of `more` others, and what a kernel takes besides.
+inline double epilogue_cycles(const Choice& choice, const Tiling& t, const Problem& p,
+                              double more) {
+    const bool any = p.n % 8 != 0, warps = choice.schedule.store_interval > 0;
+    const double fused = p.fused, size = t.size(), splits = t.splits;
+    switch (choice.kernel) {
+        case Kernel::split_k: return FIT.workspace + FIT.workspace_element * size;
+        case Kernel::swap_ab:
+            return (t.splits > 1 ? FIT.split_swap_ab : 0) +
+                   (1 + more) * std::min(t.block_m, double(p.m)) * t.block_n *
+                       (FIT.store + fused * FIT.fused_swap_ab);
+        case Kernel::cluster_tile: {  // each split finishes a share of the tile
+            const double element = fused * (FIT.fused_cluster + any * FIT.fused_any_cluster);
+            return size / splits * (FIT.store + element) +
+                   more * (FIT.next_block + size * (FIT.next_element + element)) +
+                   (t.splits > 1 ? FIT.split + FIT.split_element * size * (splits - 1) / splits
+                                 : 0) +
+                   (t.cluster > 1 ? FIT.cluster_start : 0);
+        }
+        default: {
+            const double rows = any * FIT.any_persistent, exposed = warps ? 0 : fused;
+            return size * (FIT.store + exposed * FIT.fused_persistent + rows) +
+                   more * size * (exposed * FIT.fused_next + rows) +
+                   (choice.kernel == Kernel::single_wave         ? FIT.single_wave
+                    : choice.kernel == Kernel::single_wave_64x64 ? FIT.single_wave_64x64
+                                                                 : 0);
         }
     }
-    return best;
 }
 
-// Whether the sums of one product with a long k are only rounded, to rows that TMA can store: what
-// the balanced and the split-K kernels compute.
-inline bool is_rounded(const Problem& p, int64_t least_k = 1536) {
-    return !p.fused && !p.a_m_major && p.batch == 1 && p.k >= least_k && p.m >= 1 && p.n >= 1 &&
-           p.n % 8 == 0 && p.out_dtype == p.dtype;
+inline double short_k_cycles(const Config& c, const Problem& p, int sm_count) {
+    const double tiles =
+        double(p.batch) * double(ceil_div(p.m, c.block_m)) * double(ceil_div(p.n, c.block_n));
+    const double of_sm = std::ceil(tiles / sm_count);
+    const auto more_steps = static_cast<double>(ceil_div(p.k, short_k_block_k(c)) - 1);
+    const double tile = FIT.short_tile +
+                        2 * double(c.block_m + c.block_n) * double(p.k) / FIT.short_read +
+                        c.block_m * c.block_n * (2 / FIT.short_written + p.fused * FIT.fused_short);
+    return FIT.start + more_steps * FIT.short_step * std::ceil(of_sm / 2) + of_sm * tile;
 }
 
-// Split-K or stream-K: the tiles, the blocks that share the k of one, and the cycles that they
-// need.
-struct SplitKTiles {
-    const TileShape* shape = nullptr;
-    int splits = 1;
-    double cycles = std::numeric_limits<double>::infinity();
-    int blocks = 0;
-};
-
-// Split-K. Fitted to an H200: the products, or reading the operands from memory; a start and an end
-// that grow with the partial sums which are stored; and the partial sums which are added, one unit
-// of columns of each peer at a time. All blocks run at a time, so there are no more of them than
-// SMs.
-inline double split_k_cycles(const TileShape& shape, int64_t splits, const Problem& p) {
-    const int64_t steps = ceil_div(p.k, BLOCK_K), units = shape.block_n / SPLIT_K_UNIT;
-    const double size = shape.block_m * shape.block_n;
-    const double step = std::max(size / 32 * 1.04, line_cycles(p, shape.block_m, shape.block_n, 1));
-    const double products = double(ceil_div(steps, splits)) * step;
-    const auto taken = static_cast<double>(ceil_div(units, splits) * (splits - 1));
-    return std::max(products, operand_cycles(p)) + 7500 + 0.55 * size + 160 * taken;
-}
-inline SplitKTiles split_k_tiles(const Problem& p, int sm_count) {
-    SplitKTiles best;
-    const int64_t steps = ceil_div(p.k, BLOCK_K);
-    for (const TileShape& shape : SPLIT_K_SHAPES) {
-        const int64_t tiles = ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
-        const int64_t most =
-            std::min({sm_count / tiles, steps / 4, int64_t{StreamKSegments::MAX_SPLITS}});
-        for (int64_t splits = 2; splits <= most; ++splits) {
-            const double cycles = split_k_cycles(shape, splits, p);
-            if (cycles < best.cycles) {
-                best = {&shape, static_cast<int>(splits), cycles, static_cast<int>(tiles * splits)};
-            }
-        }
-    }
-    return best;
+// Copies of the operands that TMA cannot read: a launch, reading and writing.
+inline double copy_cycles(const Problem& p) {
+    if (!p.a_needs_copy && !p.b_needs_copy) return 0;
+    const double rows = double(p.a_needs_copy ? p.m : 0) + double(p.b_needs_copy ? p.n : 0);
+    return FIT.copy + double(p.batch) * rows * double(p.k) * 4 / FIT.copied;
 }
 
-// Stream-K (common/stream_k.h): infinite where the segments do not fit. The fix-up of the finishing
-// peer is the largest cost.
-inline double stream_k_cycles(const TileShape& shape, int splits, const Problem& p, int sm_count) {
-    constexpr double never = std::numeric_limits<double>::infinity();
-    const int64_t steps = ceil_div(p.k, BLOCK_K);
-    const auto tiles =
-        static_cast<int>(ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n));
-    const int blocks = sm_count / splits * splits;
-    const PeerGroup group = make_peer_group(blocks, splits, tiles);
-    if (blocks >= tiles * splits || group.whole_tiles > 1) return never;
-    const int helped_steps = group.helped_steps(static_cast<int>(steps));
-    if (helped_steps == 0) return never;
-    const double size = shape.block_m * shape.block_n;
-    // Narrow tiles are bound by their loads where not all blocks read the same rows at a time.
-    const bool wide = shape.block_n > 128;
-    const double lines = line_cycles(p, shape.block_m, shape.block_n, 1);
-    const double step = std::max(size / 32 * (wide ? 1.03 : 1.09), lines);
-    const double whole = double(steps) * std::max(size / 32 * (wide ? 1.03 : 1.24), lines) + 3000;
-    const double own_steps = double(steps - helped_steps) * step;
-    const int partials = (group.partials() + group.shared_tiles - 1) / group.shared_tiles;
-    return std::max(group.whole_tiles * whole + own_steps, operand_cycles(p)) + 4500 +
-           (0.16 + 0.2 * partials) * size;
+// The longer of two, and a part of the shorter.
+inline double longer(double a, double b, double blend) {
+    return std::max(a, b) + blend * std::min(a, b);
 }
-// The best, if it needs fewer cycles than `limit`.
-inline SplitKTiles stream_k_tiles(const Problem& p, int sm_count, double limit) {
-    SplitKTiles best{.cycles = limit};
-    const int64_t steps = ceil_div(p.k, BLOCK_K);
-    if (steps > UINT16_MAX) return best;
-    for (const TileShape& shape : SPLIT_K_SHAPES) {
-        const int64_t tiles = ceil_div(p.m, shape.block_m) * ceil_div(p.n, shape.block_n);
-        // A lower bound: split without a rest, and without costs.
-        const double all = double(tiles * steps) * shape.block_m * shape.block_n / 32 * 1.03;
-        if (all > limit * sm_count || tiles >= 2 * sm_count) continue;
-        for (int splits = 2; splits <= StreamKSegments::MAX_PEERS; ++splits) {
-            const double cycles = stream_k_cycles(shape, splits, p, sm_count);
-            if (cycles < best.cycles) {
-                best = {&shape, splits, cycles, sm_count / splits * splits};
-            }
-        }
-    }
-    return best;
+
+// The cycles that a choice needs.
+inline double cycles_of(const Choice& choice, const Problem& p, int sm_count) {
+    if (choice.kernel == Kernel::short_k) return short_k_cycles(choice.config, p, sm_count);
+    const Tiling t = tiling_of(choice, p);
+    const bool split_k = choice.kernel == Kernel::split_k;
+    // The SMs that clusters of so many blocks leave work to, of 132.
+    const int most = t.cluster >= 5 && t.cluster < 8 ? 96 : t.cluster >= 3 ? 120 : 132;
+    const double sms = std::max(1, sm_count * most / 132), of_sm = std::ceil(t.blocks / sms);
+    const double steps = split_k ? std::ceil(double(k_steps(p)) * t.tiles / std::max(1.0, t.blocks))
+                                 : of_sm * double(ceil_div(k_steps(p), t.splits));
+    const double wait = t.cluster > 2 ? FIT.lockstep : t.cluster == 2 ? FIT.pairs : 1;
+    const double work = steps * step_cycles(t, p, sm_count) * wait,
+                 cached = cached_bytes(t, p) / FIT.cached;
+    const double both = longer(work, cached, FIT.blend_cached);
+    const double at_a_time = std::clamp(t.blocks, 1.0, double(sm_count)),
+                 memory = bytes_of(p) / std::min(FIT.memory, FIT.memory_of_sm * at_a_time);
+    return FIT.start + longer(both, memory, FIT.blend_memory) +
+           epilogue_cycles(choice, t, p, std::ceil(of_sm / t.per_sm) - 1) + copy_cycles(p);
 }
 
 }  // namespace thunderkittens::gemm

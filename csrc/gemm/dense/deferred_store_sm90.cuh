@@ -66,38 +66,19 @@ struct DeferredStore {
     rt_bf<16, C.block_n> values;
     WarpRows at;
     bool any = false;
-    using Narrow = typename Traits::Narrow;
-    Narrow narrow = false;  // the tile, see common/raster.h
+    bool narrow = false;  // the tile, see common/raster.h
 
     // The first column of a subtile; the last subtile of a narrow tile begins earlier.
-    static __device__ __forceinline__ int first_of(int subtile, Narrow narrow) {
-        if constexpr (C.balanced) {
-            return min(Cut::first(subtile), C.block_n - staging::cols - int(narrow));
-        }
+    static __device__ __forceinline__ int first_of(int subtile, bool narrow) {
         return Cut::first(subtile) - (narrow && subtile == subtiles - 1 ? int(NARROW_BY) : 0);
     }
-    // The same as a constant, for indices of registers: calls use(first) if the subtile is one of
-    // the tile's. `missing`: the columns of the subtile that the tile does not have.
-    template <int missing = 0, class Use>
-    static __device__ __forceinline__ void with_first(int subtile, Narrow narrow, Use use) {
-        if constexpr (!C.balanced) {
-            if (narrow && subtile == subtiles - 1)
-                use(first_of(subtile, true));
-            else
-                use(Cut::first(subtile));
-        } else if constexpr (missing < staging::cols) {
-            const int all = missing + (subtiles - 1 - subtile) * staging::cols;
-            if (missing == 0 ? int(narrow) <= all : Traits::can_miss(all) && int(narrow) == all)
-                use(Cut::first(subtile) - missing);
-            else if ((subtile + 1) * staging::cols > narrowest(C))
-                with_first<missing + int(NARROW_BY)>(subtile, narrow, use);
-        }
-    }
-    // Whether a subtile is one of the tile's.
-    static __device__ __forceinline__ bool has(int subtile, Narrow narrow) {
-        if constexpr (!C.balanced) return true;
-        return subtile * staging::cols < narrowest(C) ||
-               subtile * staging::cols + int(narrow) < C.block_n;
+    // The same as a constant, for indices of registers: calls use(first).
+    template <class Use>
+    static __device__ __forceinline__ void with_first(int subtile, bool narrow, Use use) {
+        if (narrow && subtile == subtiles - 1)
+            use(first_of(subtile, true));
+        else
+            use(Cut::first(subtile));
     }
     // The number of subtiles that are stored: with a gate half of the columns are left.
     static __device__ __forceinline__ int sent(const typename Traits::Globals& g) {
@@ -111,7 +92,7 @@ struct DeferredStore {
     // Keeps a tile whose store is deferred.
     template <class O>
     __device__ __forceinline__ void defer(const rt_fl<16, C.block_n>& d, const WarpRows place,
-                                          Narrow is_narrow) {
+                                          bool is_narrow) {
         pack<O>(d);
         at = place;
         narrow = is_narrow;
@@ -124,10 +105,9 @@ struct DeferredStore {
     }
     // Waits until a staging buffer is free again. The last store from it is the one before the
     // last, or the last one where a tile has an odd number of subtiles.
-    static __device__ __forceinline__ void wait_for_buffer(const typename Traits::Globals& g,
-                                                           int subtile) {
+    static __device__ __forceinline__ void wait_for_buffer(const typename Traits::Globals& g) {
         if (laneid() == 0) {
-            if (C.balanced ? subtile > 0 : sent(g) % 2 == 0)
+            if (sent(g) % 2 == 0)
                 tma::store_async_read_wait<1>();
             else
                 tma::store_async_read_wait();
@@ -137,9 +117,8 @@ struct DeferredStore {
     // Stores one subtile, through the warp's two staging buffers in turn.
     __device__ __forceinline__ void send(const typename Traits::Globals& g,
                                          typename Traits::Shared& shared, int subtile) const {
-        if (!has(subtile, narrow)) return;
         auto& buffer = shared.out[kittens::warpid()][subtile % 2];
-        wait_for_buffer(g, subtile);
+        wait_for_buffer(g);
         stage(subtile, buffer);
         send_by_tma<C>(g, buffer, at.batch, at.row, at.col + first_of(subtile, narrow));
     }
@@ -148,9 +127,9 @@ struct DeferredStore {
                                               typename Traits::Shared& shared) const {
 #pragma unroll
         for (int subtile = 0; subtile < subtiles; ++subtile) {
-            if (subtile >= sent(g) || !has(subtile, narrow)) break;
+            if (subtile >= sent(g)) break;
             auto& buffer = shared.out[kittens::warpid()][subtile % 2];
-            wait_for_buffer(g, subtile);
+            wait_for_buffer(g);
             stage(subtile, buffer);
             const uint32_t to = at.col + first_of(subtile, narrow);
             if (g.tma_store)
@@ -162,7 +141,7 @@ struct DeferredStore {
     // Called by one lane, for a buffer whose contents are visible to TMA.
     static __device__ __forceinline__ void store_subtile(const typename Traits::Globals& g,
                                                          const staging& buffer, const WarpRows at,
-                                                         int subtile, Narrow narrow = false) {
+                                                         int subtile, bool narrow = false) {
         arch::tma_store(g.out_map.template tensor_map<staging>(), buffer.address(),
                         {static_cast<int>(at.col + first_of(subtile, narrow)),
                          static_cast<int>(at.row), 0, static_cast<int>(at.batch)});
@@ -182,47 +161,11 @@ struct DeferredStore {
         if (laneid() == 0) {
 #pragma unroll
             for (int subtile = 0; subtile < subtiles; ++subtile) {
-                if (subtile < count && has(subtile, narrow))
-                    store_subtile(g, buffer(subtile), at, subtile, narrow);
+                if (subtile < count) store_subtile(g, buffer(subtile), at, subtile, narrow);
             }
             tma::store_commit_group();
         }
         arch::sync_warp();
-    }
-    // Stores a tile of one or two subtiles at once, through the warp's staging buffers. Rows of
-    // whole subtiles are stored by the warp itself, 16 bytes per lane, which is faster than a fence
-    // and TMA when nothing else is to be done meanwhile; the rest by TMA. Nothing is read from the
-    // buffers afterwards.
-    __device__ __forceinline__ void store_one_tile(const typename Traits::Globals& g,
-                                                   typename Traits::Shared& shared) const {
-        static_assert(subtiles <= 2);
-        auto& buffers = shared.out[kittens::warpid()];
-        const auto buffer = [&](int subtile) -> staging& { return buffers[subtile]; };
-        arch::sync_warp();
-        // The condition is on the whole tile, not on the warp's rows, so that the branch is the
-        // same for a block.
-        const uint32_t first_row = at.row - warpgroup::warpid() * 16;
-        if (first_row + C.block_m <= g.m && at.col + C.block_n <= g.n) {
-#pragma unroll
-            for (int subtile = 0; subtile < subtiles; ++subtile) stage(subtile, buffer(subtile));
-            arch::sync_warp();
-            const int row = laneid() / 8, col = laneid() % 8 * 8;
-            auto* to = static_cast<bf16*>(g.out) + (at.batch * g.out_batch_stride +
-                                                    (at.row + row) * g.out_stride + at.col + col);
-#pragma unroll
-            for (int first = 0; first < 16; first += 4) {
-#pragma unroll
-                for (int subtile = 0; subtile < subtiles; ++subtile) {
-                    arch::store_global(
-                        reinterpret_cast<uint4*>(to + Cut::first(subtile)),
-                        arch::load_shared<uint4>(buffer(subtile).address_of(first + row, col)));
-                }
-                to += 4 * g.out_stride;
-            }
-            return;
-        }
-        send_all(g, buffer);
-        if (laneid() == 0) tma::store_async_read_wait();
     }
     // Stores a block's last tile, through the stages, which are free then. In a stage a consumer
     // writes only where its own rows of a were: others may still be reading the rest.
@@ -237,7 +180,7 @@ struct DeferredStore {
     static __device__ __forceinline__ void send_last(const typename Traits::Globals& g,
                                                      typename Traits::Shared& shared,
                                                      const rt_fl<16, C.block_n>& d,
-                                                     const WarpRows at, Narrow narrow = false) {
+                                                     const WarpRows at, bool narrow = false) {
         const auto round = [&](staging& buffer, int first) {
             rt_fl<16, staging::cols> sums;
             rt_bf<16, staging::cols> values;
@@ -247,7 +190,6 @@ struct DeferredStore {
         };
 #pragma unroll
         for (int subtile = 0; subtile < subtiles; ++subtile) {
-            if (!has(subtile, narrow)) return;
             auto& buffer = last_buffer(shared, subtile);
             with_first(subtile, narrow, [&](int first) { round(buffer, first); });
             arch::fence_async_shared();

@@ -16,27 +16,27 @@ constexpr Kernel preferred_kernel(const Config& c) {
                                       : kernel_of(c);
 }
 
-// The choice among the kernels that read operands of any size.
-Choice choose_without_short_k(const Problem& problem, const DeviceProperties& device);
-
 // Whether the kernel that was chosen computes a call.
 inline bool allows(const Choice& choice, const Params& p) {
     switch (choice.kernel) {
         case Kernel::single_wave:
         case Kernel::single_wave_64x64: return runs_single_wave(choice.config, p);
-        case Kernel::balanced: return runs_balanced(choice.config, p);
         case Kernel::split_k: return runs_split_k(choice.config, p);
         default: return true;
     }
 }
 
-// What runs where it does not: instead of a single-wave kernel the other one of its configuration,
-// instead of the balanced and the split-K kernels tiles of 128 x 256.
+// What runs where it does not: instead of a single-wave kernel the persistent one of its
+// configuration, or a block for each cluster tile of 64 x 64; instead of the split-K kernel tiles
+// of 128 x 256.
 inline Choice fallback(Choice choice) {
     const Config& c = choice.config;
-    if (choice.kernel == Kernel::balanced || choice.kernel == Kernel::split_k) {
+    if (choice.kernel == Kernel::split_k) {
         choice.config = make_config(tile_shape(128, 256), c.dtype, false, c.b_n_major);
-        choice.schedule.columns = 0, choice.schedule.splits = 1;
+        choice.schedule.splits = 1;
+    } else if (choice.kernel == Kernel::single_wave_64x64) {
+        choice.config =
+            cluster_tile_config(CLUSTER_TILE_SHAPES[0], c.dtype, c.a_m_major, c.b_n_major);
     }
     choice.kernel = kernel_of(choice.config);
     return choice;
@@ -54,10 +54,6 @@ bool launch_kernel(Kernel kernel, const Params& params, Stream stream) {
         case Kernel::persistent:
             if constexpr (own == Kernel::persistent) return launch<c>(params, stream), true;
             break;
-        case Kernel::one_consumer:
-            if constexpr (own == Kernel::one_consumer)
-                return launch_one_consumer<c>(params, stream), true;
-            break;
         case Kernel::single_wave:
             if constexpr (has_single_wave(c)) return launch_single_wave<c>(params, stream), true;
             break;
@@ -71,9 +67,6 @@ bool launch_kernel(Kernel kernel, const Params& params, Stream stream) {
             break;
         case Kernel::short_k:
             if constexpr (has_short_k(c)) return launch_short_k<c>(params, stream), true;
-            break;
-        case Kernel::balanced:
-            if constexpr (own == Kernel::balanced) return launch<c>(params, stream), true;
             break;
         case Kernel::swap_ab:
             if constexpr (own == Kernel::swap_ab) return launch_swap_ab<c>(params, stream), true;

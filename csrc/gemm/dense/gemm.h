@@ -19,6 +19,7 @@
 #include "csrc/common/fields.h"
 #include "csrc/gemm/common/epilogue.h"
 #include "csrc/gemm/common/listed.h"
+#include "csrc/gemm/common/raster.h"
 #include "csrc/gemm/common/tile_mask.h"
 
 namespace thunderkittens::gemm {
@@ -55,8 +56,6 @@ struct Config {
     bool a_m_major = false;
     bool b_n_major = true;
     bool masked = false;        // only the tiles of a mask, see TileMask
-    bool balanced = false;      // balanced tiling with run-time widths, see balanced_order.h
-    int cluster_m = 1;          // blocks of a cluster, along m, that share b's tile by multicast
     bool cluster_tile = false;  // a tile per block, over a cluster of run-time sizes
 
     bool operator==(const Config&) const = default;
@@ -88,15 +87,13 @@ struct Schedule {
     bool operator==(const Schedule&) const = default;
 };
 
-// The kernel that runs, each that of its file, swap_ab that of swap_ab/dense_sm90.cuh, and portable
-// that of portable/multistage_sm80.cuh. What a single-wave, the balanced and the split-K kernel
-// compute, dispatch.h says.
+// The kernel that runs, each that of its file, swap_ab that of swap_ab/dense_sm90.cuh, short_k that
+// of unaligned/short_k_sm90.cuh, and portable that of portable/multistage_sm80.cuh. What a
+// single-wave and the split-K kernel compute, dispatch.h says.
 enum class Kernel : int {
     persistent,
-    one_consumer,
     single_wave,
     single_wave_64x64,
-    balanced,
     split_k,
     cluster_tile,
     swap_ab,
@@ -104,9 +101,9 @@ enum class Kernel : int {
     portable
 };
 constexpr const char* strategy_name(Kernel kernel) {
-    constexpr const char* names[] = {
-        "persistent",   "one_consumer", "single_wave", "single_wave_64x64", "balanced", "split_k",
-        "cluster_tile", "swap_ab",      "short_k",     "portable",          nullptr};
+    constexpr const char* names[] = {"persistent", "single_wave",  "single_wave_64x64",
+                                     "split_k",    "cluster_tile", "swap_ab",
+                                     "short_k",    "portable",     nullptr};
     return names[static_cast<int>(kernel)];
 }
 
@@ -139,7 +136,7 @@ struct Params {
 TK_FIELDS(Problem, m, n, k, batch, dtype, out_dtype, a_m_major, b_n_major, gate, fused, a_alignment,
           b_alignment, a_needs_copy, b_needs_copy)
 TK_FIELDS(Config, block_m, block_n, stages, consumers, swap_ab, block_k, fused, dtype, a_m_major,
-          b_n_major, masked, balanced, cluster_m, cluster_tile)
+          b_n_major, masked, cluster_tile)
 TK_FIELDS(Schedule, raster_group, raster_along_m, blocks, splits, share_m, share_n, per_sm,
           evict_first_b, store_interval, columns, extra_rows)
 TK_CHOICE_FIELDS(Choice)
@@ -148,16 +145,16 @@ TK_CHOICE_FIELDS(Choice)
 struct TileShape {
     int block_m, block_n, stages, consumers;
 };
-// The first FUSED_SHAPES of them also with a fused epilogue.
+// The first FUSED_SHAPES of them have a persistent kernel with a fused epilogue, the first
+// PERSISTENT_SHAPES also one without. The others without are of single-wave kernels, and of those
+// for a short k.
 constexpr TileShape TILE_SHAPES[] = {
     {128, 256, 4, 2},
     {128, 128, 6, 2},
     {64, 128, 8, 1},
     {64, 64, 10, 1},
 };
-constexpr std::size_t FUSED_SHAPES = 3;
-// The first of them also with clusters of two blocks, as balanced tiling.
-constexpr std::size_t CLUSTER_SHAPES = 2;
+constexpr std::size_t FUSED_SHAPES = 3, PERSISTENT_SHAPES = 2;
 constexpr Config make_config(const TileShape& shape, DType dtype, bool a_m_major, bool b_n_major,
                              bool fused = false) {
     return {.block_m = shape.block_m,
@@ -169,19 +166,6 @@ constexpr Config make_config(const TileShape& shape, DType dtype, bool a_m_major
             .a_m_major = a_m_major,
             .b_n_major = b_n_major};
 }
-
-// Widths between those, which divide the columns of some weights into fewer waves: 7168 are 64
-// tiles of 112, 2112 are 12 of 176, 28672 are 128 of 224. They are compiled for both dtypes, and
-// for the layout of a linear layer alone: both operands have k adjacent.
-constexpr TileShape NT_SHAPES[] = {
-    {128, 112, 6, 2},
-    {128, 176, 5, 2},
-    {128, 224, 4, 2},
-};
-
-// The same for b's rows along n, which come in stripes of 64 columns: 2112 are 11 of 192. It is
-// compiled for both dtypes, with a's rows along k.
-constexpr TileShape NN_SHAPE = {128, 192, 4, 2};
 
 // Cluster tiles: tiles of one block each (cluster_tile_sm90.cuh), for both dtypes and the four
 // layouts.
@@ -205,19 +189,7 @@ consteval TileShape tile_shape(int block_m, int block_n) {
     for (const TileShape& shape : TILE_SHAPES) {
         if (fits(shape)) return shape;
     }
-    for (const TileShape& shape : NT_SHAPES) {
-        if (fits(shape)) return shape;
-    }
-    if (fits(NN_SHAPE)) return NN_SHAPE;
     throw "no shape of this size is listed";
-}
-
-// Balanced tiling with run-time widths, of tiles of up to 128 x 256: for both dtypes and both
-// orders of b, with a's rows along k.
-constexpr Config balanced_config(DType dtype, bool b_n_major) {
-    Config c = make_config(tile_shape(128, 256), dtype, false, b_n_major);
-    c.balanced = true;
-    return c;
 }
 
 // The swap-AB kernels for skinny m, each for both dtypes and both orders of b; a's rows are
@@ -229,7 +201,6 @@ struct SwapAbShape {
 constexpr SwapAbShape SWAP_AB_SHAPES[] = {
     {16, 64, 256, 5, false},
     {32, 64, 256, 4, false},
-    {64, 64, 128, 6, false},
     {64, 128, 128, 4, true},
 };
 constexpr Config make_config(const SwapAbShape& shape, DType dtype, bool b_n_major) {
@@ -254,11 +225,8 @@ constexpr Config masked_config() {
 // Every kernel that is compiled, by number: what the launchers are enumerated by.
 constexpr std::size_t TILED = (std::size(TILE_SHAPES) + FUSED_SHAPES) * 8;
 constexpr std::size_t SWAP_AB = std::size(SWAP_AB_SHAPES) * 4;
-constexpr std::size_t NT = std::size(NT_SHAPES) * 2;
-constexpr std::size_t BALANCED = 4;
-constexpr std::size_t CLUSTERS = CLUSTER_SHAPES * 8 + BALANCED;
 constexpr std::size_t CLUSTER_TILES = std::size(CLUSTER_TILE_SHAPES) * 8;
-constexpr std::size_t CONFIGS = TILED + SWAP_AB + NT + 2 + BALANCED + CLUSTERS + CLUSTER_TILES + 1;
+constexpr std::size_t CONFIGS = TILED + SWAP_AB + CLUSTER_TILES + 1;
 constexpr Config config_at(std::size_t i) {
     const auto dtype = [](std::size_t j) { return j % 2 == 0 ? DType::bf16 : DType::fp16; };
     if (i < TILED) {
@@ -269,21 +237,6 @@ constexpr Config config_at(std::size_t i) {
     i -= TILED;
     if (i < SWAP_AB) return make_config(SWAP_AB_SHAPES[i / 4], dtype(i / 2), i % 2 != 0);
     i -= SWAP_AB;
-    if (i < NT) return make_config(NT_SHAPES[i / 2], dtype(i), false, false);
-    i -= NT;
-    if (i < 2) return make_config(NN_SHAPE, dtype(i), false, true);
-    i -= 2;
-    if (i < BALANCED) return balanced_config(dtype(i / 2), i % 2 != 0);
-    i -= BALANCED;
-    if (i < CLUSTERS) {
-        Config c = i < BALANCED
-                       ? balanced_config(dtype(i / 2), i % 2 != 0)
-                       : make_config(TILE_SHAPES[(i - BALANCED) / 8], dtype((i - BALANCED) / 4),
-                                     i / 2 % 2 != 0, i % 2 != 0);
-        c.cluster_m = 2;
-        return c;
-    }
-    i -= CLUSTERS;
     if (i < CLUSTER_TILES) {
         return cluster_tile_config(CLUSTER_TILE_SHAPES[i / 8], dtype(i / 4), i / 2 % 2 != 0,
                                    i % 2 != 0);
@@ -298,16 +251,14 @@ struct ConfigName {
     int block_m, block_n;
     DType dtype = DType::bf16;
     Layout layout = Layout::nn;
-    bool swap_ab = false, fused = false, masked = false, balanced = false;
-    int cluster_m = 1;
-    bool cluster_tile = false;
+    bool swap_ab = false, fused = false, masked = false, cluster_tile = false;
 
     constexpr bool is_of(const Config& c) const {
         return block_m == c.block_m && block_n == c.block_n && dtype == c.dtype &&
                c.a_m_major == (layout == Layout::tn || layout == Layout::tt) &&
                c.b_n_major == (layout == Layout::nn || layout == Layout::tn) &&
                swap_ab == c.swap_ab && fused == c.fused && masked == c.masked &&
-               balanced == c.balanced && cluster_m == c.cluster_m && cluster_tile == c.cluster_tile;
+               cluster_tile == c.cluster_tile;
     }
 };
 consteval Config config_of(const ConfigName& name) { return named<config_at, CONFIGS>(name); }
@@ -316,9 +267,8 @@ consteval Config config_of(const ConfigName& name) { return named<config_at, CON
 // beside it.
 constexpr Kernel kernel_of(const Config& c) {
     if (c.swap_ab) return Kernel::swap_ab;
-    if (c.balanced) return Kernel::balanced;
     if (c.cluster_tile) return Kernel::cluster_tile;
-    return c.consumers == 1 && !c.fused ? Kernel::one_consumer : Kernel::persistent;
+    return c.consumers == 1 && !c.fused ? Kernel::short_k : Kernel::persistent;
 }
 
 // Whether the kernel has epilogue warps.
@@ -326,20 +276,27 @@ constexpr bool has_epilogue_warps(const Config& c) {
     return c.fused && !c.masked && !c.swap_ab && c.block_n == 256;
 }
 
-// Whether the kernel has balanced tiling with two fixed widths.
+// Whether the kernel has balanced tiling with two fixed widths. Those of 128 x 176 are of
+// fused_dequant/.
 constexpr bool has_two_widths(const Config& c) {
     return !c.masked && !c.swap_ab && !c.cluster_tile && c.consumers == 2 &&
            (c.block_n == 256 || c.block_n == 176);
 }
 
-// The kernel for a short k, unaligned/short_k_sm90.cuh. It has the tiles of other kernels'
-// configurations, but neither stages nor consumers.
-constexpr int SHORT_K_THREADS = 256;
-constexpr bool has_short_k(const Config& c) {
-    const bool plain =
-        !c.swap_ab && !c.fused && !c.masked && !c.balanced && !c.cluster_tile && c.cluster_m == 1;
-    return plain && c.block_m == 64 && (c.block_n == 64 || c.block_n == 128);
+// How the tiles of a schedule are walked.
+constexpr TileWalk tile_walk(const Config& c, const Schedule& s) {
+    return {.block_m = c.block_m,
+            .block_n = c.block_n,
+            .raster_group = s.raster_group,
+            .raster_along_m = s.raster_along_m,
+            .columns = s.columns,
+            .extra_rows = s.extra_rows};
 }
+
+// The kernel for a short k, unaligned/short_k_sm90.cuh. Its configurations' stages and consumers
+// are those of other kernels: it has neither.
+constexpr int SHORT_K_THREADS = 256;
+constexpr bool has_short_k(const Config& c) { return kernel_of(c) == Kernel::short_k; }
 // The k that is in shared memory at a time: as much as a thread's registers hold on the way.
 constexpr int short_k_block_k(const Config& c) { return c.block_n == 64 ? 128 : 64; }
 // The tiles of the operands, the output's rows, the bias.
@@ -399,8 +356,10 @@ constexpr int most_cluster_tiles_per_sm(const Config& c) {
 // Empty when choose() has a kernel for the problem, else the reason in a sentence.
 std::string unsupported(const Problem& problem, const DeviceProperties& device);
 Choice choose(const Problem& problem, const DeviceProperties& device);
-// The same without balanced tiling at run-time widths, split-K and stream-K.
-Choice choose_fixed_width(const Problem& problem, const DeviceProperties& device);
+// The same among the kernels that compute operands of any strides and need no workspace.
+Choice choose_simple(const Problem& problem, const DeviceProperties& device);
+// The choice of a configuration, and its single-wave kernel where that computes the problem.
+Choice tiled_choice(const Config& config, const Problem& problem, const DeviceProperties& device);
 // The choice and what else could run, for measurements of the choice: every compiled kernel that
 // computes the problem, with each way to split k.
 std::vector<Choice> candidates(const Problem& problem, const DeviceProperties& device);
@@ -413,11 +372,9 @@ std::vector<KernelInfo> kernels();
 // is forced itself, and a grid is whole clusters.
 void follow_forced(Choice& choice, const Choice& before, bool kernel_is_forced);
 
-// Run a kernel of `config` on the stream, each the one of its file; the first also balanced ones.
+// Run a kernel of `config` on the stream, each the one of its file.
 template <Config config>
 void launch(const Params& params, Stream stream);
-template <Config config>
-void launch_one_consumer(const Params& params, Stream stream);
 template <Config config>
 void launch_single_wave(const Params& params, Stream stream);
 template <Config config>

@@ -177,7 +177,7 @@ Outputs<Tensor> gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tens
     const DeviceProperties& device = on.device(a);
     check_supported(OP, unsupported(problem, device));
     // The kernel for a short k cannot count all strides.
-    const Choice found = counts ? choose(problem, device) : choose_without_short_k(problem, device);
+    const Choice found = counts ? choose(problem, device) : choose_simple(problem, device);
     const Choice chosen = on.chosen("gemm", found);
     if (chosen.kernel != Kernel::short_k) left = readable(left), right = readable(right);
     align(on, left, a, right, b);

@@ -60,36 +60,32 @@ __device__ __forceinline__ void produce(const typename KernelTraits<C>::Globals&
     using Traits = KernelTraits<C>;
     Ring<C.stages> ring;
     [[maybe_unused]] uint32_t bias_parities = ~0u;  // of what has to be read from each row first
-    for_each_loaded_tile<C.cluster_m>(g, [&](const auto at) {
+    for_each_loaded_tile(g, [&](const auto at) {
         if constexpr (C.masked) {
             if (!in_mask<C.block_m, C.block_n>(g, at)) return;
         }
         const int m = static_cast<int>(Traits::first_row(g, at.m));
         const uint32_t n = Traits::first_column(g, at);
-        const typename Traits::Narrow narrow = Traits::is_narrow(at);
+        const bool narrow = Traits::is_narrow(at);
         for (int step = 0; step < g.k_blocks; ++step, ring.advance()) {
             auto& stage = shared.stages[ring.stage];
             semaphore& full = shared.full[ring.stage];
             wait(shared.empty[ring.stage], ring.phase ^ 1);
-            if constexpr (C.balanced) {
-                load_balanced_step<Traits>(g, stage, full, at, step * BLOCK_K);
-            } else {
-                const int bytes = sizeof(stage) - (narrow ? Traits::narrow_by * BLOCK_K * 2 : 0);
-                bool brings = false;
-                if constexpr (Traits::has_epilogue_warps)
-                    brings = step == 0 && g.store_pipeline.brings_bias;
-                if (!brings) tma::expect_bytes(full, bytes);
-                if constexpr (Traits::has_epilogue_warps) {
-                    if (brings) {
-                        const uint32_t row = 1u << ring.stage;
-                        wait(shared.empty[Traits::first_bias_row + ring.stage],
-                             (bias_parities & row) != 0);
-                        bias_parities ^= row;
-                        RegisterBias<C>::bring(g, shared.bias[ring.stage], full, n, bytes);
-                    }
+            const int bytes = sizeof(stage) - (narrow ? Traits::narrow_by * BLOCK_K * 2 : 0);
+            bool brings = false;
+            if constexpr (Traits::has_epilogue_warps)
+                brings = step == 0 && g.store_pipeline.brings_bias;
+            if (!brings) tma::expect_bytes(full, bytes);
+            if constexpr (Traits::has_epilogue_warps) {
+                if (brings) {
+                    const uint32_t row = 1u << ring.stage;
+                    wait(shared.empty[Traits::first_bias_row + ring.stage],
+                         (bias_parities & row) != 0);
+                    bias_parities ^= row;
+                    RegisterBias<C>::bring(g, shared.bias[ring.stage], full, n, bytes);
                 }
-                load_step<Traits>(g, stage, full, at.batch, m, n, step * BLOCK_K, narrow);
             }
+            load_step<Traits>(g, stage, full, at.batch, m, n, step * BLOCK_K, narrow);
         }
         if constexpr (C.fused) {
             if (g.epilogue.residual != nullptr && g.store_pipeline.store_interval == 0)
@@ -99,42 +95,22 @@ __device__ __forceinline__ void produce(const typename KernelTraits<C>::Globals&
 }
 
 // The first columns of b's tile in shared memory; they need not be whole stripes of it.
-template <class Tile, bool transposed, int missing = int(NARROW_BY)>
+template <class Tile, bool transposed>
 struct NarrowB : Tile {
-    static constexpr int rows = transposed ? Tile::rows - missing : Tile::rows;
-    static constexpr int cols = transposed ? Tile::cols : Tile::cols - missing;
+    static constexpr int rows = transposed ? Tile::rows - int(NARROW_BY) : Tile::rows;
+    static constexpr int cols = transposed ? Tile::cols : Tile::cols - int(NARROW_BY);
 };
-
-// The product of a step of a tile with a run-time width: a chain of comparisons, from the widest
-// on, finds the instruction's width.
-template <class Traits, bool transpose_a, bool transpose_b, int missing, class D, class A, class B>
-__device__ __forceinline__ void multiply_balanced(D& d, const A& a, const B& b, bool accumulate,
-                                                  uint32_t missing_columns) {
-    constexpr int next = missing + balanced_step(Traits::config);
-    if (!Traits::can_miss(next) || missing_columns == missing) {
-        auto& sums = reinterpret_cast<rt_fl<16, D::cols - missing>&>(d);
-        const auto& columns = reinterpret_cast<const NarrowB<B, transpose_b, missing>&>(b);
-        warpgroup::product<transpose_a, transpose_b>(sums, a, columns, accumulate);
-    } else if constexpr (Traits::can_miss(next)) {
-        multiply_balanced<Traits, transpose_a, transpose_b, next>(d, a, b, accumulate,
-                                                                  missing_columns);
-    }
-}
 
 // A consumer's product of a step; for a narrow tile, of the first columns alone.
 template <class Traits, bool two_widths, class D>
 __device__ __forceinline__ void multiply(const typename Traits::Globals& g, D& d,
                                          typename Traits::Stage& stage, int consumer,
-                                         bool accumulate, typename Traits::Narrow narrow) {
+                                         bool accumulate, bool narrow) {
     constexpr bool transpose_a = Traits::config.a_m_major, transpose_b = !Traits::config.b_n_major;
     using B = typename Traits::b_tile;
     const auto a = Traits::rows_of(stage, consumer);
     const B& b = stage.b;
-    if constexpr (Traits::config.balanced) {
-        constexpr int least = D::cols - widest(Traits::config);
-        return multiply_balanced<Traits, transpose_a, transpose_b, least>(d, a, b, accumulate,
-                                                                          narrow);
-    } else if constexpr (two_widths) {
+    if constexpr (two_widths) {
         if constexpr (Traits::config.fused) {
             if (narrow && g.epilogue.gate == Gate::blocked) {
                 // A narrow tile with a blocked gate has the first columns of either half, one
@@ -177,7 +153,7 @@ __device__ __forceinline__ void consume(const typename KernelTraits<C>::Globals&
     using Traits = KernelTraits<C>;
     constexpr bool two_widths = !dequantized && Traits::two_widths;
     const int consumer = warpgroup::groupid();
-    const auto release = [&](int stage) { release_stage<C.cluster_m>(shared.empty[stage]); };
+    const auto release = [&](int stage) { release_stage(shared.empty[stage]); };
     int tail_steps = C.stages - 1, steps = 1;
     if constexpr (!dequantized && Traits::has_single_wave)
         tail_steps = g.store_pipeline.tail_steps, steps = g.store_pipeline.steps;
@@ -186,12 +162,12 @@ __device__ __forceinline__ void consume(const typename KernelTraits<C>::Globals&
     Ring<C.stages> ring;
     rt_fl<16, C.block_n> d;
     DeferredStore<C> deferred;
-    for_each_tile<C.cluster_m>(g, [&](const auto at, const bool last) {
+    for_each_tile(g, [&](const auto at, const bool last) {
         if constexpr (C.masked) {
             if (!in_mask<C.block_m, C.block_n>(g, at)) return;
         }
         const uint32_t col = Traits::first_column(g, at);
-        typename Traits::Narrow narrow = false;
+        bool narrow = false;
         if constexpr (two_widths) narrow = Traits::is_narrow(at);
         [[maybe_unused]] Bias<C> bias;
         if constexpr (!Traits::has_epilogue_warps) {
@@ -255,7 +231,7 @@ __device__ __forceinline__ void consume(const typename KernelTraits<C>::Globals&
         WarpRows to{at.batch, row, col};
         // The commonest store comes first and by itself, because a short kernel waits for code that
         // it jumps over.
-        if constexpr (!C.fused && !C.balanced && !Factor::activates) {
+        if constexpr (!C.fused && !Factor::activates) {
             if (g.store_only) {
                 if (last) {
                     deferred.any = false;
@@ -279,12 +255,6 @@ __device__ __forceinline__ void consume(const typename KernelTraits<C>::Globals&
             } else {
                 bias.add(shared.bias[consumer], d);
             }
-        }
-        if constexpr (C.balanced) {
-            if (last)
-                return DeferredStore<C>::template send_last<typename Traits::T>(g, shared, d, to,
-                                                                                narrow);
-            return deferred.template defer<typename Traits::T>(d, to, narrow);
         }
         if constexpr (Traits::has_epilogue_warps) {
             if (g.store_pipeline.store_interval != 0) {
@@ -320,7 +290,7 @@ __device__ __forceinline__ void consume(const typename KernelTraits<C>::Globals&
             if (!deferred.any) deferred.store_now(g, shared);
         }
     });
-    if (C.balanced || !deferred.any) {
+    if (!deferred.any) {
     } else if (g.store_pipeline.store_interval == 0) {
         if constexpr (C.a_m_major) warpgroup::sync(READY + 1 + consumer);
         deferred.send_last(g, shared);
@@ -343,7 +313,6 @@ __global__ __launch_bounds__(Traits::threads,
     if (warpgroup::groupid() == C.consumers) {
         if constexpr (C.consumers > 1) warpgroup::decrease_registers<Traits::producer_registers>();
         const bool loads = start_producer<Traits>(g, shared);
-        if constexpr (C.cluster_m > 1) cluster::sync();  // the other's semaphores are there
         const bool work = loads && (!C.masked || any_in_mask(g.mask, g.m, g.n));
         if (work && arch::elect_one()) produce<C>(g, shared);
         if constexpr (Traits::has_epilogue_warps) {
@@ -353,12 +322,9 @@ __global__ __launch_bounds__(Traits::threads,
     } else {
         arch::named_barrier_sync(READY, READY_THREADS<Traits>);
         if constexpr (C.consumers > 1) warpgroup::increase_registers<Traits::consumer_registers>();
-        if constexpr (C.cluster_m > 1) cluster::sync();
         arch::wait_for_dependencies();
         if (!C.masked || any_in_mask(g.mask, g.m, g.n)) consume<C>(g, shared);
     }
-    // The other block loads into this one's stages and arrives at its semaphores.
-    if constexpr (C.cluster_m > 1) cluster::sync();
 }
 
 // The timing of the deferred store or of the epilogue pipeline. With a gate there are half as many
@@ -421,24 +387,6 @@ AuxOutput<C> aux_of(const Params& p, bool stores_aux) {
     }
 }
 
-// The tensor maps of balanced tiling with run-time widths.
-template <Config C>
-BalancedMaps<C> balanced_maps_of(const Params& p, const auto& order) {
-    BalancedMaps<C> balanced{};
-    if constexpr (C.balanced && !C.b_n_major) {
-        constexpr int half = C.block_n / 2;
-        for (uint32_t kind = 0; kind < 4; ++kind) {
-            const uint32_t width = order.width_of(kind);
-            if (width <= half || width > static_cast<uint32_t>(widest(C))) continue;
-            balanced.maps[kind] =
-                map_of_lines<typename KernelTraits<C>::T>(p.b, p.n, p.k, p.b_stride, width - half);
-        }
-    }
-    return balanced;
-}
-
-inline bool is_one_wave(const Schedule&, const BalancedOrder&) { return false; }
-
 template <Config C>
 typename KernelTraits<C>::Globals make_globals(const Params& p) {
     using Traits = KernelTraits<C>;
@@ -472,9 +420,7 @@ typename KernelTraits<C>::Globals make_globals(const Params& p) {
                                                p.batch, p.out_batch_stride * words)
                          : matrix_of<OutMap>(p.a, 1, 64, 64);
     const auto order = [&] {
-        if constexpr (C.balanced) {
-            return make_balanced_order(C, p.schedule, p.m, p.n);
-        } else if constexpr (Traits::two_widths) {
+        if constexpr (Traits::two_widths) {
             // Subtiles of a narrow tile overlap: what they read must not be what they write.
             const bool no_alias =
                 by_epilogue_warps ? e.residual != p.out : e.gate == Gate::none && e.aux == nullptr;
@@ -485,10 +431,10 @@ typename KernelTraits<C>::Globals make_globals(const Params& p) {
             return make_order(tile_walk(C, p.schedule), p.m, p.n, p.batch);
         }
     }();
-    const bool one_wave = C.cluster_m == 1 && is_one_wave(p.schedule, order);
+    const bool one_wave = is_one_wave(p.schedule, order);
     return {
         .k_blocks = static_cast<int>(ceil_div(p.k, BLOCK_K)),
-        .blocks = static_cast<uint32_t>(p.schedule.blocks / C.cluster_m),
+        .blocks = static_cast<uint32_t>(p.schedule.blocks),
         .a_batched = p.a_batch_stride != 0,
         .b_batched = p.b_batch_stride != 0,
         .evict_first_b = p.schedule.evict_first_b,
@@ -521,7 +467,6 @@ typename KernelTraits<C>::Globals make_globals(const Params& p) {
         .out_map = out,
         .residual = residual_of<C>(p, out_n),
         .aux = aux_of<C>(p, by_epilogue_warps && e.aux != nullptr),
-        .balanced = balanced_maps_of<C>(p, order),
     };
 }
 
@@ -538,11 +483,9 @@ dim3 grid_of(const Params& p, bool one_wave) {
 template <Config C>
 void launch(const Params& params, Stream stream) {
     using Traits = sm90::KernelTraits<C>;
-    static_assert(!C.balanced || sm90::DeferredStore<C>::subtiles == (C.block_n + 63) / 64);
     const auto globals = sm90::make_globals<C>(params);
     launch_dependent<Traits>(sm90::persistent_gemm_kernel<Traits>,
-                             sm90::grid_of<C>(params, globals.one_wave), dim3(C.cluster_m), stream,
-                             globals);
+                             sm90::grid_of<C>(params, globals.one_wave), dim3(1), stream, globals);
 }
 
 }  // namespace thunderkittens::gemm

@@ -19,30 +19,18 @@ __device__ __forceinline__ uint32_t first_tile(const Globals& g) {
     return g.one_wave ? blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z) : blockIdx.x;
 }
 
-// Calls work(tile, whether it is the last) for each of this block's tiles. The blocks of a cluster
-// have tiles below each other.
-template <int cluster_m = 1, class Globals, class Work>
+// Calls work(tile, whether it is the last) for each of this block's tiles.
+template <class Globals, class Work>
 __device__ __forceinline__ void for_each_tile(const Globals& g, Work work) {
-    if constexpr (cluster_m > 1) {
-        for (uint32_t i = blockIdx.x / cluster_m; i < g.order.total; i += g.blocks) {
-            auto at = g.order.at(i);
-            at.m = at.m * cluster_m + arch::cluster_rank();
-            work(at, i + g.blocks >= g.order.total);
-        }
-    } else {
-        for (uint32_t i = first_tile(g); i < g.order.total; i += g.blocks) {
-            work(g.order.at(i), i + g.blocks >= g.order.total);
-        }
+    for (uint32_t i = first_tile(g); i < g.order.total; i += g.blocks) {
+        work(g.order.at(i), i + g.blocks >= g.order.total);
     }
 }
 
 // The same for the thread that loads. The divisions that find a tile come behind the loads of the
 // tile before.
-template <int cluster_m = 1, class Globals, class Work>
+template <class Globals, class Work>
 __device__ __forceinline__ void for_each_loaded_tile(const Globals& g, Work work) {
-    if constexpr (cluster_m > 1) {
-        return for_each_tile<cluster_m>(g, [&](const auto at, bool) { work(at); });
-    }
     decltype(g.order.at(0)) at{blockIdx.z, blockIdx.x, blockIdx.y};
     bool known = g.one_wave;
     uint32_t next = known ? g.order.total : blockIdx.x;
@@ -66,7 +54,7 @@ template <class Traits, class Shared>
 __device__ __forceinline__ void init_ring(Shared& shared) {
     for (int i = 0; i < Traits::config.stages; ++i) {
         init_semaphore(shared.full[i], 1);
-        init_semaphore(shared.empty[i], Traits::config.consumers * Traits::config.cluster_m);
+        init_semaphore(shared.empty[i], Traits::config.consumers);
     }
     for (int i = Traits::config.stages; i < Traits::config.stages + Traits::epilogue_buffers; ++i) {
         init_semaphore(shared.full[i], 1), init_semaphore(shared.empty[i], 1);
@@ -75,8 +63,6 @@ __device__ __forceinline__ void init_ring(Shared& shared) {
         init_semaphore(shared.empty[i], Traits::config.consumers * WARPGROUP_WARPS);
     }
 }
-
-constexpr uint16_t BOTH_BLOCKS = 3;  // of a cluster of two
 
 // Loads the operand tiles of one step, from k on, of the output's tile at (m, n).
 // `may_evict_first`: b may be loaded with evict_first, see Schedule.
@@ -100,24 +86,6 @@ __device__ __forceinline__ void load_step(const typename Traits::Globals& g,
         const int col = static_cast<int>(Traits::column(g, n, i * Traits::b_part_cols));
         const element_coord from =
             C.b_n_major ? elements(b_batch, 0, k, col) : elements(b_batch, 0, col, k);
-        if constexpr (C.cluster_m == 2) {
-            // Each block loads one part, for both.
-            static_assert(Traits::b_parts == 2);
-            if (arch::cluster_rank() != i) continue;
-            if constexpr (Traits::narrow_by > 0) {
-                if (narrow && i == Traits::b_parts - 1) {
-                    auto& part = reinterpret_cast<typename Traits::b_last&>(b_parts[i]);
-                    tma::cluster::load_async(part, g.b, from, full, BOTH_BLOCKS);
-                    continue;
-                }
-            }
-            if (may_evict_first && g.evict_first_b)
-                tma::cluster::load_async<2, tma::CachePolicy::evict_first>(b_parts[i], g.b, from,
-                                                                           full, BOTH_BLOCKS);
-            else
-                tma::cluster::load_async(b_parts[i], g.b, from, full, BOTH_BLOCKS);
-            continue;
-        }
         if constexpr (Traits::narrow_by > 0) {
             if (narrow && i == Traits::b_parts - 1) {
                 auto& part = reinterpret_cast<typename Traits::b_last&>(b_parts[i]);
@@ -139,58 +107,6 @@ __device__ __forceinline__ void load_step(const typename Traits::Globals& g,
     const int a_batch = g.a_batched ? static_cast<int>(batch) : 0;
     const int b_batch = g.b_batched ? static_cast<int>(batch) : 0;
     load_step<Traits, true>(g, stage, full, a_batch, b_batch, m, n, k, narrow);
-}
-
-// The same for balanced tiling with run-time widths. Where b's rows lie along n, whole stripes are
-// loaded; else the rows behind the first half, by a tensor map whose box has the tile's width.
-template <class Traits>
-__device__ __forceinline__ void load_balanced_step(const typename Traits::Globals& g,
-                                                   typename Traits::Stage& stage, semaphore& full,
-                                                   const BalancedPosition& at, int k) {
-    constexpr Config C = Traits::config;
-    constexpr int half = Traits::b_part_cols, stripe = 64;
-    static_assert(Traits::a_parts == 2 && Traits::b_parts == 2 && half == 2 * stripe);
-    static_assert(C.b_n_major ? narrowest(C) >= half : narrowest(C) > half);
-    tma::expect_bytes(full, sizeof(stage.a) + int(at.width) * BLOCK_K * 2);
-    auto& a_parts = reinterpret_cast<typename Traits::a_part(&)[Traits::a_parts]>(stage.a);
-    auto& b_parts = reinterpret_cast<typename Traits::b_part(&)[Traits::b_parts]>(stage.b);
-    const int row = static_cast<int>(Traits::first_row(g, at.m)), col = static_cast<int>(at.col);
-#pragma unroll
-    for (int i = 0; i < Traits::a_parts; ++i) {
-        tma::load_async(a_parts[i], g.a, elements(0, 0, row + i * Traits::a_part_rows, k), full);
-    }
-    const auto load = [&](const CUtensorMap* map, uint32_t to, int at_col) {
-        const arch::TmaCoordinates from = C.b_n_major ? arch::TmaCoordinates{at_col, k, 0, 0}
-                                                      : arch::TmaCoordinates{k, at_col, 0, 0};
-        if constexpr (Traits::config.cluster_m == 2) {
-            if (g.evict_first_b)
-                arch::tma_load_multicast<tma::CachePolicy::evict_first>(
-                    to, map, from, full.address(), BOTH_BLOCKS);
-            else
-                arch::tma_load_multicast<tma::CachePolicy::normal>(to, map, from, full.address(),
-                                                                   BOTH_BLOCKS);
-        } else if (g.evict_first_b)
-            arch::tma_load<tma::CachePolicy::evict_first>(to, map, from, full.address());
-        else
-            arch::tma_load<tma::CachePolicy::normal>(to, map, from, full.address());
-    };
-    const CUtensorMap* map = g.b.template tensor_map<typename Traits::b_part>();
-    if constexpr (C.b_n_major) {
-#pragma unroll
-        for (int i = 0; i < C.block_n / stripe; ++i) {
-            if (C.cluster_m == 2 && arch::cluster_rank() != i % 2) continue;
-            if (i * stripe < narrowest(C) || i * stripe < int(at.width)) {
-                const uint32_t to = b_parts[i / 2].address() + i % 2 * stripe * BLOCK_K * 2;
-                load(map, to, col + i * stripe);
-            }
-        }
-    } else {
-        const uint32_t rank = C.cluster_m == 2 ? arch::cluster_rank() : 0;
-        if (rank == 0) load(map, b_parts[0].address(), col);
-        if (C.cluster_m == 1 || rank == 1) {
-            load(&g.balanced.maps[at.kind], b_parts[1].address(), col + half);
-        }
-    }
 }
 
 // The threads that meet at READY: the consumers, the warp that loads, and the epilogue warps.

@@ -1,6 +1,6 @@
 // Single-wave kernels: where every block has one tile whose sums are only rounded, some
-// configurations have a kernel of their own beside the persistent one: single_wave_sm90.cuh for
-// tiles of 128 x 256, single_wave_64x64_sm90.cuh for whole tiles of 64 x 64. Here is which
+// configurations have a kernel of their own: single_wave_sm90.cuh for tiles of 128 x 256, beside
+// the persistent one, and single_wave_64x64_sm90.cuh for whole tiles of 64 x 64. Here is which
 // configurations have one, its resources, and which calls it computes.
 #pragma once
 
@@ -10,8 +10,7 @@
 namespace thunderkittens::gemm {
 
 constexpr bool has_single_wave(const Config& c) {
-    const bool plain = !c.swap_ab && !c.fused && !c.masked && !c.balanced && c.cluster_m == 1;
-    return plain && c.block_m == 128 && c.block_n == 256;
+    return kernel_of(c) == Kernel::persistent && !c.fused && c.block_n == 256;
 }
 constexpr bool has_single_wave_64x64(const Config& c) {
     return !c.swap_ab && !c.cluster_tile && c.block_n == 64;

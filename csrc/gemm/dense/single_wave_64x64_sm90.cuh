@@ -3,13 +3,14 @@
 // warp loads, one warpgroup multiplies and stores.
 //
 // Such a kernel runs for some 3 us, and what it waits for first is its own instructions and
-// parameters, which lie in memory. So it is the kernel of one_consumer_sm90.cuh without everything
-// that is not needed: tiles are not counted, nothing is clipped, and there is one way to store. The
-// warp that loads initialises the semaphores of the first loads alone, issues these loads, and then
-// initialises the others.
+// parameters, which lie in memory. Every jump over a longer body waits for instructions. So it has
+// nothing that is not needed: tiles are not counted, nothing is clipped, there is one way to store,
+// and it has the least code between the last product and the stores. The warp that loads
+// initialises the semaphores of the first loads alone, issues these loads, and then initialises the
+// others.
 #pragma once
 
-#include "csrc/gemm/dense/one_consumer_sm90.cuh"
+#include "csrc/gemm/dense/persistent_sm90.cuh"
 
 namespace thunderkittens::gemm {
 namespace sm90 {

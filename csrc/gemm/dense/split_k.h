@@ -7,7 +7,6 @@
 
 #include "csrc/gemm/common/stream_k.h"
 #include "csrc/gemm/common/workspace.h"
-#include "csrc/gemm/dense/balanced_order.h"
 #include "csrc/gemm/dense/gemm.h"
 
 namespace thunderkittens::gemm {

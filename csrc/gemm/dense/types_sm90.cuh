@@ -2,7 +2,6 @@
 #pragma once
 
 #include "csrc/gemm/common/raster.h"
-#include "csrc/gemm/dense/balanced_order.h"
 #include "csrc/gemm/dense/gemm.h"
 #include "csrc/gemm/dense/single_wave.h"
 #include "kittens/kittens.cuh"
@@ -56,26 +55,9 @@ struct AuxOutput<C> {
     gl<bf16, -1, 1, -1, -1, st<bf16, 16, 64>> map;
 };
 
-// Balanced tiling with run-time widths, b's rows along k: the tensor maps of what lies behind the
-// first half of a tile's columns, for each kind of tiles.
-template <Config C>
-struct BalancedMaps {};
-template <Config C>
-    requires(C.balanced)
-struct BalancedMaps<C> {
-    CUtensorMap maps[C.b_n_major ? 1 : 4];
-};
-
 template <Config C>
 struct KernelTraits {
     static constexpr Config config = C;
-    // The columns that a tile has less than block_n, or whether it is narrow.
-    using Narrow = std::conditional_t<C.balanced, uint32_t, bool>;
-    // Whether a tile with a run-time width can have so many columns less.
-    static __host__ __device__ constexpr bool can_miss(int missing) {
-        return missing % balanced_step(C) == 0 && missing >= C.block_n - widest(C) &&
-               missing <= C.block_n - narrowest(C);
-    }
     static constexpr bool has_epilogue_warps = gemm::has_epilogue_warps(C);
     static constexpr bool has_single_wave = gemm::has_single_wave(C);
     // With a fused epilogue, in the layouts where that was found faster: subtiles of the deferred
@@ -121,10 +103,7 @@ struct KernelTraits {
     template <class Globals>
     static __device__ __forceinline__ uint32_t first_column(const Globals& g, const auto& tile) {
         const int width = C.fused && g.epilogue.gate == Gate::blocked ? C.block_n / 2 : C.block_n;
-        if constexpr (C.balanced)
-            return tile.col;
-        else if constexpr (two_widths)
-            return tile.column(width);
+        if constexpr (two_widths) return tile.column(width);
         return tile.n * width;
     }
     // The last row of tiles begins where it is whole, if there are as many rows, and computes some
@@ -135,11 +114,8 @@ struct KernelTraits {
         constexpr uint32_t height = C.block_m;
         return C.fused ? m * height : min(m * height, last_row(g.m, height, C.a_m_major));
     }
-    static __device__ __forceinline__ Narrow is_narrow(const auto& tile) {
-        if constexpr (C.balanced)
-            return C.block_n - tile.width;
-        else if constexpr (two_widths)
-            return tile.narrow();
+    static __device__ __forceinline__ bool is_narrow(const auto& tile) {
+        if constexpr (two_widths) return tile.narrow();
         return false;
     }
 
@@ -192,9 +168,7 @@ struct KernelTraits {
         bool aux_vec2_aligned;  // two neighbours of the aux output can be written as one
         bool packed;            // values are activated as they are rounded, to bf16
         StorePipeline<C> store_pipeline;
-        std::conditional_t<C.balanced, BalancedOrder,
-                           std::conditional_t<two_widths, TwoWidthOrder, TileOrder>>
-            order;
+        std::conditional_t<two_widths, TwoWidthOrder, TileOrder> order;
         Epilogue epilogue;
         uint32_t m, n, out_n;
         DType out_dtype;
@@ -206,7 +180,6 @@ struct KernelTraits {
         gl<bf16, -1, 1, -1, -1, out_tile> out_map;
         Residual<C> residual;
         AuxOutput<C> aux;
-        BalancedMaps<C> balanced;
     };
 
     static constexpr int threads = gemm::threads(C);

@@ -78,7 +78,13 @@ constexpr Config fused_dequant_config(DType dtype) {
 }
 // The same with tiles of 128 x 176, where these come out even.
 constexpr Config narrow_fused_dequant_config(DType dtype) {
-    return make_config(tile_shape(128, 176), dtype, false, false);
+    return make_config({128, 176, 5, 2}, dtype, false, false);
+}
+
+// As instances.txt names them.
+consteval Config fused_dequant_config_of(const ConfigName& name) {
+    const Config narrow = narrow_fused_dequant_config(name.dtype);
+    return name.is_of(narrow) ? narrow : config_of(name);
 }
 
 // An MXFP8 operand: k a multiple of 16, rows of codes aligned to 16 bytes, scales in the 128x4

@@ -170,7 +170,7 @@ __device__ __forceinline__ void send_subtile(const typename Traits::Globals& g,
                                              typename Traits::Shared& shared,
                                              const DeferredStore& deferred, int subtile) {
     auto& buffer = shared.out[kittens::warpid()][subtile % 2];
-    DeferredStore::wait_for_buffer(g, subtile);
+    DeferredStore::wait_for_buffer(g);
 #pragma unroll
     for (int i = 0; i < deferred.subtiles; ++i) {
         if (i == subtile) deferred.stage(i, buffer);

@@ -5,6 +5,7 @@
 #include "csrc/common/check.h"
 #include "csrc/common/math.h"
 #include "csrc/common/registry.h"
+#include "csrc/gemm/common/balanced_tiles.h"
 #include "csrc/gemm/common/limits.h"
 #include "csrc/gemm/mxfp8/mxfp8_gemm.h"
 #include "csrc/gemm/nvfp4/cost.h"
@@ -170,10 +171,63 @@ double choose_dequant(const Problem& p, const DeviceProperties& device, Choice& 
     return least;
 }
 
+// The tiles that compete for the product of dequantized operands, with the least k of some. Those
+// without a persistent kernel stand for what the dense GEMM has for such sizes.
+struct Tile {
+    int block_m, block_n;
+    int64_t least_k = 0;
+};
+constexpr int NARROW = 176;  // of fused dequantization alone
+constexpr Tile TILES[] = {{128, 256},       {128, 128},          {64, 128},       {64, 64},
+                          {128, 112, 1536}, {128, NARROW, 1536}, {128, 224, 1536}};
+
+// Waves of tiles of one per SM, block_m * block_n / 32 cycles for the products of 64 of k, times
+// what smaller tiles lose, or 1.73 cycles for each row that is loaded.
+double tile_cycles(const Tile& tile, const Problem& p, int sm_count) {
+    const int size = tile.block_m * tile.block_n;
+    const double per_product = size >= 128 * 256   ? 1.0
+                               : size >= 128 * 224 ? 1.03
+                               : size >= 128 * 128 ? 1.05
+                               : size >= 128 * 112 ? 1.1
+                               : size >= 64 * 128  ? 1.32
+                                                   : 2.16;
+    const bool two_widths = tile.block_n == 256 || tile.block_n == NARROW;
+    const double share =
+        two_widths && p.out_dtype == DType::bf16
+            ? gemm::two_widths(tile.block_m, tile.block_n, p.m, p.n, sm_count).share
+            : 1;
+    const auto steps = double(std::max<int64_t>(1, ceil_div(p.k, gemm::BLOCK_K)));
+    const double step = std::max(size / 32 * per_product, 1.73 * (tile.block_m + tile.block_n));
+    const int64_t tiles = ceil_div(p.m, tile.block_m) * ceil_div(p.n, tile.block_n);
+    return double(ceil_div(tiles, sm_count)) * (steps * step * share + 600) + 2500 + 0.12 * size;
+}
+
+Tile cheapest_tile(const Problem& p, int sm_count) {
+    Tile best = TILES[0];
+    double least = tile_cycles(best, p, sm_count);
+    for (const Tile& tile : TILES) {
+        if (p.k < tile.least_k || (p.fused && (tile.block_n < 128 || tile.least_k > 0))) continue;
+        const double cycles = tile_cycles(tile, p, sm_count);
+        if (cycles < least) best = tile, least = cycles;
+    }
+    return best;
+}
+
+// The product of dequantized operands: persistent with that tile, where there is such a kernel.
+gemm::Choice choose_exact(const Problem& p, const Tile& tile, const DeviceProperties& device) {
+    for (const gemm::TileShape& shape : gemm::TILE_SHAPES) {
+        const gemm::Config config = gemm::make_config(shape, DType::bf16, false, false, p.fused);
+        if (p.m > 64 && shape.block_m == tile.block_m && shape.block_n == tile.block_n &&
+            gemm::kernel_of(config) == gemm::Kernel::persistent) {
+            return gemm::tiled_choice(config, dequantized(p), device);
+        }
+    }
+    return gemm::choose_simple(dequantized(p), device);
+}
+
 // Cycles of a pass that dequantizes both operands in memory, and of the product behind it, or over
 // it.
-double dequantize_cycles(const Problem& p, const Choice& choice, int sm_count) {
-    const gemm::Config& c = choice.exact.config;
+double dequantize_cycles(const Problem& p, const Choice& choice, const Tile& c, int sm_count) {
     const double pass = double(p.m + p.n) * double(p.k) * 3 / (14.4 * sm_count);
     const double waves =
         double(ceil_div(p.m, c.block_m) * ceil_div(p.n, c.block_n)) / double(sm_count);
@@ -282,24 +336,31 @@ Choice choose(const Problem& p, const DeviceProperties& device) {
         return choice;
     }
     if (!p.rescaled) {
-        choice.exact = gemm::choose_fixed_width(dequantized(p), device);
-        const gemm::Config& config = choice.exact.config;
-        const bool narrow = config == gemm::narrow_fused_dequant_config(DType::bf16);
+        const int sm_count = std::max(1, device.sm_count);
+        const Tile tile = cheapest_tile(p, sm_count);
+        const int64_t columns = ceil_div(p.n, tile.block_n);
         // From a full wave and 1024 rows on, the products are long enough to hide the
         // dequantization.
-        const bool fused = p.can_fuse_dequant() && std::min(p.m, p.n) >= 1024 &&
-                           (config == gemm::fused_dequant_config(DType::bf16) || narrow) &&
-                           choice.exact.schedule.blocks >= device.sm_count;
-        if (fused) choice.kernel = Kernel::fused_dequant;
-        // Whole rows of tiles in a wave: the next ones then need little that is new.
-        const auto columns = static_cast<int>((p.n + config.block_n - 1) / config.block_n);
-        if (fused && narrow && columns <= choice.exact.schedule.blocks) {
-            choice.exact.schedule.raster_group = choice.exact.schedule.blocks / columns;
+        const bool narrow = tile.block_n == NARROW;
+        if (p.can_fuse_dequant() && std::min(p.m, p.n) >= 1024 && (tile.block_n == 256 || narrow) &&
+            ceil_div(p.m, tile.block_m) * columns >= sm_count) {
+            choice.kernel = Kernel::fused_dequant;
+            choice.exact =
+                gemm::tiled_choice(narrow ? gemm::narrow_fused_dequant_config(DType::bf16)
+                                          : gemm::fused_dequant_config(DType::bf16),
+                                   dequantized(p), device);
+            // Whole rows of tiles in a wave: the next ones then need little that is new.
+            const int blocks = choice.exact.schedule.blocks;
+            if (narrow && columns <= blocks) {
+                choice.exact.schedule.raster_group = blocks / static_cast<int>(columns);
+            }
+        } else {
+            choice.exact = choose_exact(p, tile, device);
         }
         if (p.skinny()) {
             Choice swap_ab = choice;
             const double cycles = choose_dequant(p, device, swap_ab);
-            if (cycles < dequantize_cycles(p, choice, std::max(1, device.sm_count))) return swap_ab;
+            if (cycles < dequantize_cycles(p, choice, tile, sm_count)) return swap_ab;
         }
         return choice;
     }
