@@ -192,7 +192,7 @@ inline double cycles_of(const Choice& choice, const Problem& p, int sm_count) {
     const double work = steps * step_cycles(t, p, sm_count) * wait,
                  cached = cached_bytes(t, p) / FIT.cached;
     const double both = longer(work, cached, FIT.blend_cached);
-    const double at_a_time = std::min(t.blocks, double(sm_count)),
+    const double at_a_time = std::clamp(t.blocks, 1.0, double(sm_count)),
                  memory = bytes_of(p) / std::min(FIT.memory, FIT.memory_of_sm * at_a_time);
     return FIT.start + longer(both, memory, FIT.blend_memory) +
            epilogue_cycles(choice, t, p, std::ceil(of_sm / t.per_sm) - 1) + copy_cycles(p);
