@@ -19,8 +19,9 @@ struct Slice {
           end(static_cast<int>(min(p.width, int64_t{begin} + p.slice))) {}
 };
 
-// Of the columns of a warp, or of a row: how many, their mean, or 0 where none is taken, and squares
-// of the distances from it; of a gradient the sums of g = dy w, and of g times the distances.
+// Of the columns of a warp, or of a row: how many, their mean, or 0 where none is taken, and the
+// squares of the distances from it. Of a gradient the sums of g = dy w, and of g times the
+// distances.
 struct Moments {
     float mean = 0, squares = 0, grad = 0, product = 0;
 };

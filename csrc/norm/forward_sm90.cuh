@@ -218,8 +218,7 @@ __device__ __forceinline__ void normalise_as(const Params& p) {
     }
 
     [[maybe_unused]] const std::conditional_t<F::DIVIDED, Exchange<LAYER, false, F::ENTRIES>,
-                                              NoExchange>
-        exchange(p, team.lanes, UNITS);
+                                              NoExchange> exchange(p, team.lanes, UNITS);
     float mean = 0;
     if constexpr (LAYER) {
         float sum = 0;
