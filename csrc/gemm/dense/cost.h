@@ -38,7 +38,7 @@ struct Fit {
     double next_block = 115, next_element = 0.198;
     // Split-K: over a cluster, of swap-AB, and through a workspace.
     double split = 1470, split_element = 0.464, split_swap_ab = 1320;
-    double workspace = 5500, workspace_element = 0.65;
+    double workspace = 8000, workspace_element = 0.65;
     // A short k: a tile, a step, and bytes per cycle that are read and written.
     double short_tile = 1830, short_step = 2590, short_read = 101.2, short_written = 18.6;
     // Copies of operands that TMA cannot read: a launch, and bytes per cycle.
