@@ -348,12 +348,13 @@ def test_fp8_gemm_in_clusters(sums, kind, cluster, policy):
 def test_fp8_gemm_of_few_rows(m, splits, clusters, policy):
     """All kinds of scales, with and without a division of k, all ways out."""
     n, k = 200, 2200
+    config = {"strategy": "swap_ab", "swap_ab": True, "block_n": 64, "block_k": 512}
+    config |= {"buffers": 2, "consumers": 1, "splits": splits, "blocks": clusters * splits}
+    config["block_m"], config["stages"] = {1: (16, 5), 17: (32, 4), 64: (64, 3)}[m]
     for number, kind in enumerate(("tensor", "row", "block", "fine")):
         a, b, scale_a, scale_b, expected = fp8_operands(m, n, k, kind)
         bias = torch.randint(-3, 4, (n,)).bfloat16() if number % 2 else None
-        with tk.emulate(
-            policy, seed=m, config={"splits": splits, "blocks": clusters * splits}
-        ) as run:
+        with tk.emulate(policy, seed=m, config=config) as run:
             out = tk.fp8_gemm(
                 a.to(E5M2 if number == 1 else E4M3),
                 b.t().contiguous().t().to(E4M3),
