@@ -117,7 +117,7 @@ def _require(
         raise TypeError(f"tk.{op}: {name} must be a dense tensor, got {kind}")
     if x.dtype != dtype:
         raise TypeError(f"tk.{op}: {name} is {x.dtype}; it must be {dtype}")
-    require_device(op, name, x, "q", q)
+    require_device(op, f"the state's {name}", x, "q", q)
     if tuple(x.shape) != shape:
         raise ValueError(f"tk.{op}: {name} has shape {tuple(x.shape)}; it must be {shape}")
 
