@@ -12,7 +12,7 @@ import torch
 
 import thunderkittens as tk
 from helpers.attention import assert_attention, normal, score_options
-from test_attention_kernels import BACKWARD, fields, kernels, spared
+from test_attention_kernels import BACKWARD, DTYPES, fields, kernels, spared
 
 ROWS = 66  # of queries of a sequence: two blocks of 64
 OFFSETS = range(131)  # further keys: beyond those of one block
@@ -172,16 +172,20 @@ def test_split_keys_of_longer_queries(name, match, stages):
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("splits", [16, 17, 33, 71, 128])
-def test_many_splits(splits):
+@pytest.mark.parametrize(
+    ("splits", "dtype"),
+    [(16, "fp16"), (17, "fp16"), (33, "bf16"), (71, "fp16"), (16, "bf16"), (128, "bf16")],
+)
+def test_many_splits(splits, dtype):
     """As many as one warp combines, and more, also than its lanes; some have no keys, and some rows
     nothing but the sink."""
     torch.manual_seed(splits)
-    name, match, stages = next(k for k in kernels("attention", "split_kv") if "_d64_" in k[0])
+    of_dtype = f"split_kv_{dtype}_d64_"
+    name, match, stages = next(k for k in kernels("attention", "split_kv") if of_dtype in k[0])
     for length, options in ((34 * 128 + 5, {}), (700, {"window_size": (300, 0)})):
         options = options | score_options(("sink",), 6, 1, "cpu")
         q, k, v = (
-            normal((1, heads, n, 64), torch.bfloat16, "cpu")
+            normal((1, heads, n, 64), DTYPES[dtype], "cpu")
             for heads, n in ((6, 2), (2, length), (2, length))
         )
         config = fields(match, stages) | {"splits": splits}
