@@ -6,6 +6,7 @@
 #include "csrc/common/check.h"
 #include "csrc/common/registry.h"
 #include "csrc/gemm/common/balanced_tiles.h"
+#include "csrc/gemm/common/latest_choices.h"
 #include "csrc/gemm/common/limits.h"
 #include "csrc/gemm/dense/cost.h"
 #include "csrc/gemm/dense/dispatch.h"
@@ -252,21 +253,13 @@ Choice cheapest(const Problem& p, const DeviceProperties& device, bool simple = 
 
 }  // namespace
 
-// A model calls the same products again and again, and a comparison of all kernels takes longer
-// than a launch: each thread keeps the choices of its latest problems.
 Choice choose(const Problem& p, const DeviceProperties& device) {
-    struct Known {
-        Problem problem{.m = -1};
-        DeviceProperties device;
-        Choice choice;
-    };
-    constexpr uint64_t entries = 64, mixer = 0x9e3779b97f4a7c15;
-    thread_local Known known[entries];
-    const auto sizes = static_cast<uint64_t>(p.m * 31 + p.n * 1009 + p.k * 65537 + p.batch * 7 +
-                                             p.a_m_major * 3 + p.b_n_major * 5 + int(p.dtype));
-    Known& entry = known[sizes * mixer >> 58];
-    if (!(entry.problem == p && entry.device == device)) entry = {p, device, cheapest(p, device)};
-    return entry.choice;
+    const int64_t hash = p.m * 31 + p.n * 1009 + p.k * 65537 + p.batch * 7 + p.a_m_major * 3 +
+                         p.b_n_major * 5 + int(p.dtype);
+    const auto is_same = [](const Problem& a, const Problem& b) { return a == b; };
+    return latest_choice<Choice>(
+        p, device, hash, is_same,
+        [](const Problem& x, const DeviceProperties& y) { return cheapest(x, y); });
 }
 
 Choice choose_simple(const Problem& p, const DeviceProperties& device) {

@@ -9,6 +9,7 @@
 #include "csrc/common/math.h"
 #include "csrc/common/registry.h"
 #include "csrc/gemm/common/balanced_tiles.h"
+#include "csrc/gemm/common/latest_choices.h"
 #include "csrc/gemm/common/limits.h"
 #include "csrc/gemm/fp8/cost.h"
 #include "csrc/gemm/fp8/dispatch.h"
@@ -379,22 +380,10 @@ bool is_same(const Problem& a, const Problem& b) {
 
 }  // namespace
 
-// A model calls the same products again and again, and a comparison of all kernels takes longer
-// than a launch: each thread keeps the choices of its latest problems.
 Choice choose(const Problem& p, const DeviceProperties& device) {
-    struct Known {
-        Problem problem{.m = -1};
-        DeviceProperties device;
-        Choice choice;
-    };
-    constexpr uint64_t entries = 64, mixer = 0x9e3779b97f4a7c15;
-    thread_local Known known[entries];
-    const auto sizes = static_cast<uint64_t>(p.m * 31 + p.n * 1009 + p.k * 65537 + p.accurate * 3 +
-                                             p.blockwise * 5 + p.grouped * 7);
-    Known& entry = known[sizes * mixer >> 58];
-    if (!(is_same(entry.problem, p) && entry.device == device))
-        entry = {p, device, cheapest(p, device)};
-    return entry.choice;
+    const int64_t hash =
+        p.m * 31 + p.n * 1009 + p.k * 65537 + p.accurate * 3 + p.blockwise * 5 + p.grouped * 7;
+    return gemm::latest_choice<Choice>(p, device, hash, is_same, cheapest);
 }
 
 static std::vector<Choice> candidates(const Problem& p, const DeviceProperties& device) {
