@@ -22,8 +22,8 @@ from helpers.toolkit import find_tool
 ROOT = Path(__file__).resolve().parents[1]
 # Files of csrc/*/instances.txt, and what all instances have that are compiled here of each.
 KERNELS = [
-    ("gemm/bf16_single_wave_64x64", ".block_n = 64,"),
-    ("attention/forward_bf16", ".block_m = 64,"),
+    ("gemm/single_wave_64x64", ["DType::bf16"]),
+    ("attention/forward_bf16", [".block_m = 64,"]),
 ]
 EMULATOR = ("emulated", "emulated.cpp", "emulated.h", "emulator")  # names of files and folders
 
@@ -43,15 +43,19 @@ def without_emulator(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
-def written(file: str, field: str, folder: Path) -> Path:
-    """A file that instantiates kernels, without those that do not have the field."""
+def written(file: str, fields: list[str], folder: Path) -> Path:
+    """A file that instantiates kernels, without those that do not have all the fields."""
     family, stem = file.split("/")
     source = ROOT / "csrc" / family / "instances.txt"
     command = [sys.executable, str(ROOT / "tools/instances.py"), str(source), str(folder)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     path = folder / f"{stem}.cu"
     lines = path.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if not line.startswith("template ") or field in line]
+
+    def has_all(line: str) -> bool:
+        return all(field in line for field in fields)
+
+    kept = [line for line in lines if not line.startswith("template ") or has_all(line)]
     assert any(line.startswith("template ") for line in kept)
     path.write_text("".join(kept))
     return path
@@ -68,10 +72,10 @@ def machine_code(tree: Path, kernel: Path, output: Path, arch: str = "90a") -> s
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("file", "field"), KERNELS, ids=[k[0].split("/")[0] for k in KERNELS])
-def test_machine_code_does_not_depend_on_the_emulator(file, field, without_emulator, tmp_path):
+@pytest.mark.parametrize(("file", "fields"), KERNELS, ids=[k[0].split("/")[0] for k in KERNELS])
+def test_machine_code_does_not_depend_on_the_emulator(file, fields, without_emulator, tmp_path):
     assert not any(path.name in EMULATOR for path in without_emulator.rglob("*"))
-    source = written(file, field, tmp_path / "instances")
+    source = written(file, fields, tmp_path / "instances")
     here = machine_code(ROOT, source, tmp_path / "with.cubin")
     there = machine_code(without_emulator, source, tmp_path / "without.cubin")
     assert "HGMMA" in here
@@ -83,7 +87,9 @@ def test_machine_code_does_not_depend_on_the_emulator(file, field, without_emula
 def test_portable_kernels_keep_the_tensor_cores_busy(arch, tmp_path):
     """Of the loop over whole stages: 8 loads of fragments and 4 copies for 32 products, between
     these, and no registers that are moved about or kept in memory."""
-    source = written("gemm/portable_128x128_bf16_sm80", "Layout::nt", tmp_path / "instances")
+    source = written(
+        "gemm/portable_128x128_sm80", ["Layout::nt", "DType::bf16"], tmp_path / "instances"
+    )
     text = machine_code(ROOT, source, tmp_path / "x.cubin", arch)
     code = re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\d+ +)?([A-Z][\w.]*)([^/]*)", text)
     assert not {name for _, name, _ in code if name.startswith(("LDL", "STL"))}
