@@ -134,8 +134,7 @@ std::vector<KernelInfo> conv_kernels() {
             for (int width = MIN_WIDTH; width <= MAX_WIDTH; ++width) {
                 list.push_back(
                     kernel(kernel_name(ConvChoice{dtype, layout, width, portable}),
-                           "a run of tokens a thread, 256 threads",
-                           concat("causal_conv1d_", name_of(dtype)),
+                           "a run of tokens a thread, 256 threads", "causal_conv1d",
                            symbol_of_kernel("causal_conv1d_kernel", dtype, layout, width, portable),
                            portable));
             }
@@ -147,18 +146,17 @@ std::vector<KernelInfo> gradient_kernels() {
     for_each_kind([&](DType dtype, bool portable) {
         for (const Layout layout : LAYOUTS)
             for (int width = MIN_WIDTH; width <= MAX_WIDTH; ++width) {
-                list.push_back(kernel(
-                    kernel_name(ConvBackwardChoice{dtype, layout, width, portable}),
-                    "a run of tokens a thread, 256 threads",
-                    concat("causal_conv1d_gradient_", name_of(dtype), '_', strategy_name(layout)),
-                    symbol_of_kernel("causal_conv1d_gradient_kernel", dtype, layout, width,
-                                     portable),
-                    portable));
+                list.push_back(
+                    kernel(kernel_name(ConvBackwardChoice{dtype, layout, width, portable}),
+                           "a run of tokens a thread, 256 threads", "causal_conv1d_gradient",
+                           symbol_of_kernel("causal_conv1d_gradient_kernel", dtype, layout, width,
+                                            portable),
+                           portable));
                 list.back().shared_bytes = gradient_shared_bytes(dtype, layout, width);
             }
         list.push_back(kernel(concat("sums_", name_of(dtype), portable ? "_portable" : ""),
                               "sums of the blocks' weights and biases, 256 threads",
-                              "causal_conv1d_sums",
+                              "causal_conv1d_gradient",
                               concat(mangled("causal_conv1d_sums_kernel"), "ILi", int(dtype), "ELb",
                                      int(portable), 'E'),
                               portable));

@@ -254,7 +254,8 @@ std::vector<KernelInfo> backward_kernels() {
             for (const Variant& variant : variants) {
                 KernelInfo info;
                 info.name = kernel_name(BackwardChoice{c}) + variant.name;
-                info.source = concat("backward_", name_of(dtype), c.score_mod ? "_score_mod" : "");
+                info.source = concat("backward_", name_of(dtype), c.score_mod ? "_score_mod" : "",
+                                     c.score_mod && c.head_dim == 128 ? "_d128" : "");
                 // backward_kernel<BackwardKernel<c, QueryGradient>>
                 info.symbol = concat(symbol_of("backward_kernel", "BackwardConfig", c), "EEL<enum>",
                                      variant.query_gradient, 'E');

@@ -40,7 +40,10 @@ KernelInfo kernel_info(const Config& c) {
                              " query rows x ", BLOCK_N, " keys, ", c.slots, " slots, ",
                              c.portable ? "4 consumer warps" : "1 consumer warpgroup", " + ",
                              producer_warps(c), " producer warps"),
-            .source = concat("decode_", name_of(c.dtype), suffix(c), c.portable ? "_sm80" : ""),
+            .source = concat("decode_", name_of(c.dtype), suffix(c),
+                             c.portable               ? "_sm80"
+                             : c.few_rows && !c.nvfp4 ? "_few_rows"
+                                                      : ""),
             .symbol = symbol_of(c.few_rows ? "few_rows_kernel" : "decode_kernel", "Config", c),
             .arch = arch_of(c.portable),
             .threads = 128 + 32 * producer_warps(c),
@@ -134,7 +137,7 @@ std::vector<KernelInfo> kernels() {
         const char* const suffix = portable ? "_sm80" : "";
         list.push_back({.name = portable ? "schedule_portable" : "schedule",
                         .config = "one block of 256 threads",
-                        .source = concat("decode_schedule", suffix),
+                        .source = portable ? "cache_sm80" : "decode_schedule",
                         .symbol = symbol_of_either("schedule_kernel", portable),
                         .arch = arch_of(portable),
                         .threads = SCHEDULE_THREADS});
@@ -207,7 +210,7 @@ std::vector<KernelInfo> append_kernels() {
                 list.push_back(
                     {.name = kernel_name(AppendChoice{codes, nvfp4, dtype, portable}),
                      .config = codes || nvfp4 ? "a warp for a row" : "a thread for 16 bytes",
-                     .source = portable ? "append_kv_sm80" : "append_kv",
+                     .source = portable ? "cache_sm80" : "append_kv",
                      .symbol = concat(symbol_of_either(kernel, portable), mangled(dtype)),
                      .arch = arch_of(portable),
                      .threads = 256});
@@ -222,7 +225,7 @@ std::vector<KernelInfo> merge_kernels() {
         for (const DType dtype : {DType::bf16, DType::fp16}) {
             list.push_back({.name = kernel_name(MergeChoice{dtype, portable}),
                             .config = "a warp for a row",
-                            .source = portable ? "merge_attention_sm80" : "merge_attention",
+                            .source = portable ? "cache_sm80" : "merge_attention",
                             .symbol = concat("12merge_kernelI", mangled(dtype)),
                             .arch = arch_of(portable),
                             .threads = 128});

@@ -399,7 +399,8 @@ KernelInfo kernel_info(const Config& config, bool split) {
                          config.score_mod ? ", softcap and ALiBi" : "",
                          config.softcap_only ? ", softcap" : "");
     const bool plain = split || !(config.score_mod || config.softcap_only);
-    info.source = concat(kernel, '_', name_of(config.dtype), plain ? "" : "_score_mod");
+    info.source = concat(kernel, '_', name_of(config.dtype), plain ? "" : "_score_mod",
+                         !split && config.head_dim >= 192 ? "_d192" : "");
     info.symbol = symbol_of(concat(kernel, "_kernel"), "Config", config);
     info.threads = forward_threads(config);
     info.shared_bytes = forward_memory(config).bytes;

@@ -42,28 +42,27 @@ static KernelInfo split_k_info(DType dtype) {
 // The file of instances.txt that has a configuration's kernels.
 static std::string source_of(const Config& c) {
     if (c.cluster_tile) return concat("cluster_tile_", c.block_m, 'x', c.block_n);
-    if (c.swap_ab) return concat(name_of(c.dtype), c.fused ? "_swap_ab_fused" : "_swap_ab");
+    if (c.swap_ab) return c.fused ? "swap_ab_fused" : "swap_ab";
     if (c.fused) {
         const bool apart = c.block_n == 256 && c.a_m_major;
         return concat(name_of(c.dtype), '_', c.block_m, 'x', c.block_n, "_fused",
                       apart ? "_a_transposed" : "");
     }
     const Kernel kernel = has_single_wave_64x64(c) ? Kernel::single_wave_64x64 : kernel_of(c);
-    return concat(name_of(c.dtype), '_', strategy_name(kernel));
+    return std::string(strategy_name(kernel));
 }
 
 static KernelInfo portable_info(const PortableConfig& c) {
     const Choice choice{.kernel = Kernel::portable, .config = choice_config(c)};
-    KernelInfo info{
-        .name = kernel_name(choice),
-        .config = concat("tile ", c.block_m, 'x', c.block_n, 'x', BLOCK_K, ", ", c.stages,
-                         " stages, ", c.warps(), " warps, no roles"),
-        .source = concat("portable_", c.block_m, 'x', c.block_n, '_', name_of(c.dtype), "_sm80"),
-        .symbol = symbol_of("portable_kernel", "PortableConfig", c),
-        .arch = PORTABLE,
-        .threads = c.threads(),
-        .shared_bytes = portable_shared_bytes(c),
-        .fields = detail::fields_of(choice.config)};
+    KernelInfo info{.name = kernel_name(choice),
+                    .config = concat("tile ", c.block_m, 'x', c.block_n, 'x', BLOCK_K, ", ",
+                                     c.stages, " stages, ", c.warps(), " warps, no roles"),
+                    .source = concat("portable_", c.block_m, 'x', c.block_n, "_sm80"),
+                    .symbol = symbol_of("portable_kernel", "PortableConfig", c),
+                    .arch = PORTABLE,
+                    .threads = c.threads(),
+                    .shared_bytes = portable_shared_bytes(c),
+                    .fields = detail::fields_of(choice.config)};
     info.fields["strategy"] = std::string(strategy_name(Kernel::portable));
     return info;
 }

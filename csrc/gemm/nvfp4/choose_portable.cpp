@@ -161,7 +161,7 @@ std::vector<KernelInfo> portable_kernels() {
         list.push_back({.name = portable_name(choice),
                         .config = concat("tile ", c.block_n, 'x', c.block_m, 'x', PIECE, ", ",
                                          c.stages, " stages, ", c.warps(), " warps, no roles"),
-                        .source = concat("nvfp4_portable_", name_of(c.dtype), "_sm80"),
+                        .source = "nvfp4_portable_sm80",
                         .symbol = symbol_of("nvfp4_portable_kernel", "PortableConfig", c),
                         .arch = PORTABLE,
                         .threads = c.threads(),

@@ -33,7 +33,7 @@ KernelInfo kernel(const std::string& name, const char* source, const char* kerne
     });
     return {.name = name,
             .config = "tile 128x128, 256 threads",
-            .source = concat(source, name_of(config.dtype), config.portable ? "_sm80" : ""),
+            .source = concat(source, config.portable ? "_sm80" : ""),
             .symbol = symbol,
             .arch = config.portable ? PORTABLE : NATIVE,
             .threads = THREADS};
@@ -48,17 +48,18 @@ std::vector<KernelInfo> kernels(const char* source, const char* name) {
 }
 
 std::vector<KernelInfo> mxfp8_quantize_kernels() {
-    return kernels<mxfp8_quantize_at, MXFP8_QUANTIZE>("mxfp8_", "mxfp8_quantize_kernel");
+    return kernels<mxfp8_quantize_at, MXFP8_QUANTIZE>("mxfp8_quantize", "mxfp8_quantize_kernel");
 }
 std::vector<KernelInfo> mxfp8_dequantize_kernels() {
-    return kernels<mxfp8_dequantize_at, MXFP8_DEQUANTIZE>("mxfp8_", "mxfp8_dequantize_kernel");
+    return kernels<mxfp8_dequantize_at, MXFP8_DEQUANTIZE>("mxfp8_quantize",
+                                                          "mxfp8_dequantize_kernel");
 }
 std::vector<KernelInfo> nvfp4_quantize_kernels() {
     std::vector<KernelInfo> list;
     for (std::size_t i = 0; i < NVFP4_QUANTIZE; ++i) {
         const Nvfp4Quantize c = nvfp4_quantize_at(i);
         const bool ring = in_ring(c);
-        list.push_back(kernel(kernel_name(c), "nvfp4_",
+        list.push_back(kernel(kernel_name(c), "nvfp4_quantize",
                               ring ? "nvfp4_quantize_ring_kernel" : "nvfp4_quantize_kernel", c));
         // `unaligned` tells kernels apart by what they are called; those of the ring have no
         // portable twins.
@@ -72,12 +73,13 @@ std::vector<KernelInfo> nvfp4_quantize_kernels() {
     for (std::size_t i = 0; i < NVFP4_DEQUANTIZE; ++i) {
         const Nvfp4Dequantize c = nvfp4_dequantize_at(i);
         list.push_back(
-            kernel(concat("maxima_", kernel_name(c)), "nvfp4_", "nvfp4_maxima_kernel", c));
+            kernel(concat("maxima_", kernel_name(c)), "nvfp4_quantize", "nvfp4_maxima_kernel", c));
     }
     return list;
 }
 std::vector<KernelInfo> nvfp4_dequantize_kernels() {
-    return kernels<nvfp4_dequantize_at, NVFP4_DEQUANTIZE>("nvfp4_", "nvfp4_dequantize_kernel");
+    return kernels<nvfp4_dequantize_at, NVFP4_DEQUANTIZE>("nvfp4_quantize",
+                                                          "nvfp4_dequantize_kernel");
 }
 
 }  // namespace

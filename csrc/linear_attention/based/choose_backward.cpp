@@ -34,7 +34,7 @@ std::vector<KernelInfo> based_backward_kernels() {
             for (const char* part : {"query", "key"}) {
                 for (const bool denominator : {false, true}) {
                     const std::string source = concat(part, "_gradient");
-                    add(source, source + (denominator ? "_denominator" : ""),
+                    add("backward", source + (denominator ? "_denominator" : ""),
                         concat(portable ? "based_portable_" : "based_", source),
                         concat("Lb", int(denominator), 'E'),
                         concat(part[0] == 'q' ? "dQ" : "dK and dV", ": chunks of ", CHUNK,

@@ -114,7 +114,7 @@ std::vector<KernelInfo> lolcats_kernels() {
                            int bytes) {
         KernelInfo info = kernel_info(kind, text, dtype, head_dim, features);
         info.name += "_portable";
-        info.source = concat("lolcats_", source, '_', name_of(dtype), "_sm80");
+        info.source = concat("lolcats_", source, "_sm80");
         info.symbol =
             concat("lolcats_portable_", kind, "_kernelINS0_13", info.symbol, "EE", suffix);
         info.arch = PORTABLE;
@@ -146,7 +146,7 @@ std::vector<KernelInfo> lolcats_decode_kernels() {
     for (const bool portable : {false, true}) {
         const auto enter = [&](KernelInfo info, DType dtype, const std::string& symbol) {
             info.name += portable ? "_portable" : "";
-            info.source = concat("lolcats_decode_", name_of(dtype), portable ? "_sm80" : "");
+            info.source = portable ? "lolcats_decode_sm80" : "lolcats_decode";
             info.symbol = concat("lolcats_", symbol, "Lb", int(portable), 'E');
             info.arch = portable ? PORTABLE : NATIVE;
             list.push_back(info);

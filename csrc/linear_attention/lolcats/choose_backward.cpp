@@ -46,7 +46,7 @@ static void add_portable(std::vector<KernelInfo>& list, DType dtype) {
                     concat(kind, "_", name_of(dtype), "_d", dim, "_f", features, "_portable");
                 info.config =
                     concat(text, ", head dimension ", dim, ", ", features, " features twice");
-                info.source = concat("lolcats_", source, '_', name_of(dtype), "_sm80");
+                info.source = concat("lolcats_", source, "_sm80");
                 info.symbol =
                     concat("lolcats_portable_", kernel, "_kernelINS0_13LolcatsKernelILNS_5DTypeE",
                            int(dtype), "ELi", dim, "ELi", features, "EEE", suffix);
@@ -77,12 +77,6 @@ static void add_portable(std::vector<KernelInfo>& list, DType dtype) {
                     .symbol = concat("lolcats_reduce_partials_kernelI", symbol_of(dtype)),
                     .arch = PORTABLE,
                     .threads = 256});
-    list.push_back({.name = concat("scan_", name_of(dtype), "_portable"),
-                    .config = "sums of the segments before or behind each",
-                    .source = concat("lolcats_segments_", name_of(dtype), "_sm80"),
-                    .symbol = "based_portable_scan_kernelI6float4E",
-                    .arch = PORTABLE,
-                    .threads = 128});
 }
 
 std::vector<KernelInfo> lolcats_backward_kernels() {
@@ -130,6 +124,12 @@ std::vector<KernelInfo> lolcats_backward_kernels() {
                     .config = "sums of the segments behind each",
                     .source = "lolcats_segment_state_gradients",
                     .symbol = "based_scan_kernelI6float4E",
+                    .threads = 128});
+    list.push_back({.name = "scan_portable",
+                    .config = "sums of the segments before or behind each",
+                    .source = "lolcats_segments_sm80",
+                    .symbol = "based_portable_scan_kernelI6float4E",
+                    .arch = PORTABLE,
                     .threads = 128});
     return list;
 }

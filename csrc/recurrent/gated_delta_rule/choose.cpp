@@ -162,7 +162,7 @@ std::vector<KernelInfo> gated_delta_rule_kernels() {
             KernelInfo prepass;
             prepass.name = concat("prepass_", name_of(dtype), "_k", key_dim);
             prepass.config = concat("T and P of a chunk, for a walk over them, K up to ", key_dim);
-            prepass.source = concat("gated_delta_rule_prepass_", name_of(dtype));
+            prepass.source = "gated_delta_rule_prepass";
             prepass.symbol = concat("delta_prepass_kernelI*11DeltaKernelIL<enum>", int(dtype),
                                     "ELi", key_dim, "ELi1ELb0ELb1EE");
             prepass.threads = 128;
@@ -176,7 +176,7 @@ std::vector<KernelInfo> gated_delta_rule_kernels() {
                 KernelInfo info;
                 info.name = concat(kernel, "_", name_of(dtype), "_k", key_dim, "_portable");
                 info.config = concat(text, ", K up to ", key_dim);
-                info.source = concat("gated_delta_rule_", name_of(dtype), "_sm80");
+                info.source = "gated_delta_rule_sm80";
                 info.symbol = concat("delta_portable_", kernel, "_kernelI*DeltaTilesIL<enum>",
                                      int(dtype), "ELi", key_dim, "EE");
                 info.arch = PORTABLE;

@@ -121,7 +121,7 @@ std::vector<KernelInfo> delta_backward_kernels() {
                 KernelInfo info;
                 info.name = concat(kernel, "_", name_of(dtype), "_k", key_dim, "_portable");
                 info.config = concat(text, ", K up to ", key_dim);
-                info.source = concat("delta_backward_", kernel, '_', name_of(dtype), "_sm80");
+                info.source = concat("delta_backward_", kernel, "_sm80");
                 info.symbol = concat("delta_portable_", kernel, "_kernelI*DeltaTilesIL<enum>",
                                      int(dtype), "ELi", key_dim, "EE");
                 info.arch = PORTABLE;

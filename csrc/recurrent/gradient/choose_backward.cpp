@@ -153,14 +153,11 @@ std::vector<KernelInfo> gradient_kernels() {
         for (const DType dtype : {DType::bf16, DType::fp16}) {
             const std::string type = dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half";
             const std::string name = name_of(dtype);
-            const auto of_type = [&](const char* kind) {
-                return portable ? std::string("tokens") : concat(kind, "_", name);
-            };
+            const auto of_type = [&](const char* kind) { return portable ? "tokens" : kind; };
             for (const int keys : {64, 128}) {
                 const std::string types =
                     concat("_kernelINS0_13GradientTypesILNS_5DTypeE", int(dtype), "ELi", keys);
-                const std::string chunks =
-                    portable ? concat("chunks_", name) : concat("chunks_", keys, "_", name);
+                const std::string chunks = portable ? "chunks" : concat("chunks_", keys, "_", name);
                 add(concat("chunks_", name, "_keys", keys),
                     concat("chunks of ", CHUNK, " tokens, ", keys, " keys; ",
                            portable ? "4 warps each: queries, keys"
@@ -171,7 +168,7 @@ std::vector<KernelInfo> gradient_kernels() {
                 add(concat("states_", name, "_keys", keys),
                     concat("states before, and gradients of those behind, every ", CHUNK,
                            " tokens; ", keys, " keys"),
-                    portable ? chunks : concat("states_", name),
+                    portable ? chunks : "states",
                     concat("gradient_", portable ? "portable_" : "", "states", types), 128,
                     portable ? portable_gradient_states_bytes(keys) : GRADIENT_STATES_BYTES);
             }
