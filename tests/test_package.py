@@ -45,6 +45,7 @@ def compiled(name: str) -> Path:
 
 
 C_MODULE = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+CALL_MODULE = C_MODULE.replace("_C", "_call", 1)
 HAS_CUDA_LIBRARY = bool(_build.record()["cuda_archs"] and _build.record()["families"])
 EMULATOR = f"_emulator{sysconfig.get_config_var('EXT_SUFFIX')}"
 LIBRARIES = [
@@ -52,6 +53,7 @@ LIBRARIES = [
     *(["_cuda.so"] if HAS_CUDA_LIBRARY else []),
     *([EMULATOR] if emulation.problem is None else []),
     *(["_autograd.so"] if _build.find("_autograd.so") else []),
+    *([CALL_MODULE] if _build.find(CALL_MODULE) else []),
     C_MODULE,
 ]
 
@@ -207,6 +209,7 @@ def test_library_needs_only_what_is_expected(library):
         "_schemas.so": {"libtorch_cpu.so"},
         "_cuda.so": {"libtorch_cpu.so", "libtorch_cuda.so", "libcudart.so.13"},
         "_autograd.so": {"libtorch_cpu.so", "libc10.so"},
+        CALL_MODULE: {"libtorch_python.so", "libtorch_cpu.so", "libc10.so"},
         C_MODULE: set(),
         EMULATOR: set(),
     }[library]
@@ -216,7 +219,9 @@ def test_library_needs_only_what_is_expected(library):
     assert not elf.run_paths
 
 
-@pytest.mark.parametrize("library", [x for x in LIBRARIES if x != "_autograd.so"])
+@pytest.mark.parametrize(
+    "library", [x for x in LIBRARIES if x not in ("_autograd.so", CALL_MODULE)]
+)
 def test_library_uses_the_stable_abi_alone(library):
     """Of torch only the C interface, of which torch promises that it stays."""
     for symbol in Elf(compiled(library)).symbols(defined=False):
@@ -339,6 +344,8 @@ DAMAGES = {
 }
 if "_autograd.so" in LIBRARIES:
     DAMAGES |= {"_autograd.so": "", "truncated _autograd.so": ""}
+if CALL_MODULE in LIBRARIES:
+    DAMAGES |= {CALL_MODULE: "", f"truncated {CALL_MODULE}": ""}
 if HAS_CUDA_LIBRARY:
     DAMAGES |= {"_cuda.so": "", "truncated _cuda.so": ""}
 

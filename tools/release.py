@@ -5,9 +5,9 @@
     THUNDERKITTENS_CUDA=OFF python tools/release.py --python python3.12   # without kernels
 
 Everything lands in dist/ (--output). The wheel of the first Python is built from the sdist, which
-is no repository, as a reader would build it. pybind11 has no limited API, so the two modules `_C`
-and `_emulator` are compiled for every CPython; all else, the kernels above all, is compiled once.
-The wheels of the other Pythons are that of the first with its two modules exchanged. auditwheel
+is no repository, as a reader would build it. pybind11 has no limited API, so the modules `_C`,
+`_emulator` and `_call` are compiled for every CPython; all else, the kernels above all, is compiled
+once. The wheels of the other Pythons are that of the first with these exchanged. auditwheel
 gives each the manylinux tag that the libc of this machine allows; the libraries of torch and CUDA
 stay out, because torch brings them.
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = [f"python3.{minor}" for minor in range(10, 15)]
 WORK = ROOT / ".build" / "release"
 PACKAGE = "thunderkittens"
-MODULES = ("_C", "_emulator")
+MODULES = ("_C", "_emulator", "_call")
 #: What a wheel needs and does not bring: torch, which brings the CUDA runtime with it.
 FOREIGN = ("libtorch*.so", "libc10*.so", "libcudart.so.*")
 #: Tools that have no part in a build.
@@ -199,7 +199,7 @@ def repaired(python: Path, wheel: Path, output: Path) -> None:
 
 
 def check(wheel: Path) -> None:
-    """What a wheel of ours is like: the two modules of its Python, and no library of others."""
+    """What a wheel of ours is like: the modules of its Python, and no library of others."""
     tag = wheel.name.split("-")[2]
     number = f"{tag[2]}{tag[3:]}"
     names = zipfile.ZipFile(wheel).namelist()

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from . import _build
 
@@ -29,6 +29,9 @@ cuda_problem: str | None = None
 
 #: Whether autograd has the ops' nodes in C++.
 has_nodes = False
+
+#: Whether Python calls the ops by the module _call.
+has_calls = False
 
 #: Why the import failed, kept only for `python -m thunderkittens`.
 import_problem: str | None = None
@@ -144,6 +147,40 @@ def _load_nodes(version: str) -> None:
     with contextlib.suppress(OSError):  # a torch of another build; Python's functions serve
         torch.ops.load_library(str(path))
         has_nodes = True
+    if has_nodes:
+        _shorten_calls()
+
+
+def _shorten_calls() -> None:
+    """Puts calls of less work in the place of torch's, where the module _call is there."""
+    global has_calls
+    if _problem_of(name := f"_call{sysconfig.get_config_var('EXT_SUFFIX')}"):
+        return
+    try:
+        module = importlib.import_module("thunderkittens._call")
+    except ImportError:  # of another build; torch's own calls serve
+        return
+    import torch
+
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("thunderkittens::"):
+            packet, _, overload = name.removeprefix("thunderkittens::").partition(".")
+            op = getattr(getattr(torch.ops.thunderkittens, packet), overload or "default")
+            # What the op calls when it is called.
+            op._op = module.call(f"thunderkittens::{packet}", overload, op._op)
+    has_calls = True
+
+
+def plain(call: object, failed: Callable[..., object]) -> Callable[..., Any]:
+    """Of what an op calls, a call that returns NotImplemented where a public function has more to
+    do than to call the op, and everywhere without the module _call. `failed` gets the arguments and
+    the error of a call that fails, and gives its result."""
+    if not has_calls:
+        return lambda *args: NotImplemented
+    plainly: Callable[..., Any] = importlib.import_module("thunderkittens._call").plain(
+        call, failed
+    )
+    return plainly
 
 
 def load() -> None:

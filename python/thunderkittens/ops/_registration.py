@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
+
+from .. import _load
 
 _NAMESPACE = "thunderkittens"
 _Results = TypeVar("_Results", bound=tuple[Tensor, ...])
@@ -253,14 +255,21 @@ def wants_gradient(operands: Sequence[Any]) -> bool:
     return False
 
 
+Check = Callable[[tuple[Any, ...]], Any]
+
+
 def _without_frame(op: Callable[..., Any]) -> Callable[..., Any]:
     """What an op calls when it is called itself, which spares a frame of Python."""
     return getattr(op, "_op", op) if type(op) is OpOverload else op
 
 
-def call_checked(
-    op: Callable[..., Any], args: tuple[Any, ...], check: Callable[[tuple[Any, ...]], Any]
-) -> Any:
+def _explain(args: tuple[Any, ...], problem: Exception, check: Check) -> NoReturn:
+    if not isinstance(problem, torch.OutOfMemoryError):
+        check(args)
+    raise problem
+
+
+def call_checked(op: Callable[..., Any], args: tuple[Any, ...], check: Check) -> Any:
     """A call of an op that checks its arguments itself, in C++ or in its CPU implementation.
 
     `check` raises what is documented, with the public names. It takes as long as the call, so that
@@ -271,20 +280,31 @@ def call_checked(
         return op(*args)
     try:
         return _without_frame(op)(*args)
-    except torch.OutOfMemoryError:
-        raise
     except (RuntimeError, TypeError, ValueError) as error:
         problem = error
-    check(args)
-    raise problem
+    _explain(args, problem, check)
 
 
-def call_in_place(
-    op: Callable[..., Any],
-    args: tuple[Any, ...],
-    check: Callable[[tuple[Any, ...]], Any],
-    require_apart: Callable[[tuple[Any, ...]], None],
+def plain_call(op: OpOverload, check: Check) -> Callable[..., Any]:
+    """What a public function calls first where no compiler is active: NotImplemented where it has
+    more to do than to call the op, as for autocast or a gradient, else what `call_checked` would
+    return, at half the host time."""
+    return _load.plain(op._op, lambda args, problem: _explain(args, problem, check))
+
+
+def _retry(
+    op: OpOverload, args: tuple[Any, ...], problem: Exception, check: Check, require_apart: Check
 ) -> Any:
+    if isinstance(problem, torch.OutOfMemoryError):
+        raise problem
+    check(args)
+    require_apart(args)
+    if "may share memory" not in str(problem):
+        raise problem
+    return op(*args)
+
+
+def call_in_place(op: OpOverload, args: tuple[Any, ...], check: Check, require_apart: Check) -> Any:
     """As `call_checked`, of an op that changes an operand in place.
 
     Its last argument, `apart`, makes it refuse memory that may be shared, which it tells by
@@ -297,15 +317,18 @@ def call_in_place(
         return op(*args)
     try:
         return _without_frame(op)(*args, True)
-    except torch.OutOfMemoryError:
-        raise
     except (RuntimeError, TypeError, ValueError) as error:
         problem = error
-    check(args)
-    require_apart(args)
-    if "may share memory" not in str(problem):
-        raise problem
-    return op(*args)
+    return _retry(op, args, problem, check, require_apart)
+
+
+def plain_call_in_place(op: OpOverload, check: Check, require_apart: Check) -> Callable[..., Any]:
+    """`plain_call` of an op as `call_in_place` calls it; the last argument, `apart`, is given."""
+
+    def failed(args: tuple[Any, ...], problem: Exception) -> Any:
+        return _retry(op, args[:-1], problem, check, require_apart)
+
+    return _load.plain(op._op, failed)
 
 
 def require_operands(op: str, names: Sequence[str], *operands: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ._registration import (
     call_checked,
     forward_mode_active,
     one_by_one,
+    plain_call,
     refuse_forward_mode,
     register,
     require_device,
@@ -146,10 +147,33 @@ def attention_paged(
 
     The formula is `tk.reference.attention_paged`.
     """
+    # The options that most calls have. Compilers do not trace whether two tuples are one.
+    short = (
+        not torch.compiler.is_compiling()
+        and window_size is shared.UNBOUNDED
+        and cu_seqlens_q is None
+        and not return_lse
+        and causal is True
+        and attention_chunk is None
+        and softcap == 0.0
+        and split_size is None
+        and cache_batch_idx is None
+        and cache_leftpad is None
+        and alibi_slopes is None
+        and sink is None
+        and mask is None
+        and q_scale is None
+        and rotary_cos is None
+    )
+    if short and k is None and v is None and rotary_sin is None and slot_mapping is None:
+        plain = _plain(
+            *(q, k_cache, v_cache, page_table, seq_lens, schedule, k_scale, v_scale),
+            *(k_block_scale, v_block_scale, scale),
+        )
+        if plain is not NotImplemented:
+            return cast(Tensor, plain)
     _refuse_gradients(q, k, v, k_cache, v_cache, sink)
-    # Compilers do not trace whether two tuples are one.
-    unbounded = not torch.compiler.is_compiling() and window_size is shared.UNBOUNDED
-    left, right = shared.UNBOUNDED if unbounded else cache.window(_NAME, window_size)
+    left, right = cache.window(_NAME, window_size)
     new_keys, chunk = 0, 0
     if attention_chunk is not None:
         cache.require_size(_NAME, "attention_chunk", attention_chunk, 1)
@@ -184,35 +208,12 @@ def attention_paged(
         )
     elif rotary_cos is not None or rotary_sin is not None or slot_mapping is not None:
         raise ValueError(f"tk.{_NAME}: rotary_cos, rotary_sin and slot_mapping need k and v")
-    if (
-        unbounded
-        and cu_seqlens_q is None
-        and not return_lse
-        and causal is True
-        and not chunk
-        and softcap == 0.0
-        and split_size is None
-        and (cu_seqlens_k_new is None or k is None or new_keys)
-        and cache_batch_idx is None
-        and cache_leftpad is None
-        and alibi_slopes is None
-        and sink is None
-        and mask is None
-        and q_scale is None
-        and rotary_cos is None
-        and isinstance(q, Tensor)
-        and q.is_cuda
-    ):
-        try:
-            result: Tensor = _forward(
-                *(q, k_cache, v_cache, page_table, seq_lens, schedule, k_scale, v_scale),
-                *(k_block_scale, v_block_scale, scale, new_keys),
-            )
-            return result
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, TypeError, ValueError):
-            pass  # the call below says why
+    if short and (k is None or new_keys):
+        some = (
+            *(q, k_cache, v_cache, page_table, seq_lens, schedule, k_scale, v_scale),
+            *(k_block_scale, v_block_scale, scale, new_keys),
+        )
+        return cast(Tensor, call_checked(_forward, some, _check_some))
     if cu_seqlens_q is None:
         max_seqlen_q = q.shape[1] if isinstance(q, Tensor) and q.dim() == 4 else 0
     elif max_seqlen_q is None:
@@ -412,13 +413,19 @@ def _general(
     new_keys: int = 0,
 ) -> tuple[Any, ...]:
     """Arguments of attention_paged_forward as those of the op with all options."""
-    queries = q.shape[1] if q.dim() == 4 else 0
+    queries = q.shape[1] if isinstance(q, Tensor) and q.dim() == 4 else 0
     return (
         *(q, k_cache, v_cache, page_table, seq_lens, None, queries, None, new_keys, None),
         *(True, -1, -1, 0, 0, None, scale, 0.0, None, None, None, schedule, None, None, False),
         *(None, k_scale, v_scale, None, k_block_scale, v_block_scale),
     )
 
+
+def _check_some(args: tuple[Any, ...]) -> None:
+    _checked(_general(*args))
+
+
+_plain = plain_call(_forward, _check_some)
 
 register(
     "attention_paged_forward",

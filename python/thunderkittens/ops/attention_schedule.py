@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import emulation
 from . import _attention as shared
 from . import _cache as cache
-from ._registration import call_checked, one_by_one, register
+from ._registration import call_checked, one_by_one, plain_call, register
 
 _NAME = "attention_schedule"
 _op = torch.ops.thunderkittens.attention_schedule.default
@@ -85,8 +85,8 @@ def attention_schedule(
     ):
         # What is left out costs the host no time.
         short = (seq_lens, q_heads, kv_heads, head_dim, value_dim, cu_seqlens_q, max_seqlen_q)
-        schedule: Tensor = call_checked(_op, short, _check)
-        return schedule
+        plain = _plain(*short)
+        return cast(Tensor, call_checked(_op, short, _check) if plain is NotImplemented else plain)
     left, right = cache.window(_NAME, window_size)
     args = (
         *(seq_lens, q_heads, kv_heads, head_dim, value_dim),
@@ -130,6 +130,9 @@ def _check(args: tuple[Any, ...]) -> dict[str, Any]:
     shared.require_dims(_NAME, given["head_dim"], given["head_dim"], given["value_dim"])
     shared.require_heads(_NAME, given["q_heads"], given["kv_heads"])
     return given
+
+
+_plain = plain_call(_op, _check)
 
 
 def _checked(args: tuple[Any, ...]) -> tuple[dict[str, Any], int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from ._registration import (
     call_checked,
     filled,
     forward_mode_active,
+    plain_call,
     refuse_forward_mode,
     register,
     register_both,
@@ -96,11 +97,15 @@ def causal_conv1d(
     The formula is `tk.reference.causal_conv1d`; Gu and Dao, "Mamba: linear-time sequence modeling
     with selective state spaces", arXiv:2312.00752.
     """
-    if autocast_active():
-        x, initial_state = autocast_operands(x, initial_state)
     code = ACTIVATIONS.get(activation, -1) if activation is None or activation == "silu" else -1
     if code < 0:
         refuse_activation(_NAME, activation)
+    if not return_state and not torch.compiler.is_compiling():
+        plain = _plain(x, weight, bias, code, initial_state, cu_seqlens)
+        if plain is not NotImplemented:
+            return cast(Tensor, plain)
+    if autocast_active():
+        x, initial_state = autocast_operands(x, initial_state)
     args = (x, weight, bias, code, initial_state, cu_seqlens)
     if forward_mode_active():
         refuse_forward_mode(_NAME, *(t for t in args[:5] if isinstance(t, Tensor)))
@@ -227,6 +232,9 @@ def causal_conv1d_shape(
 
 def _check(args: tuple[Any, ...]) -> None:
     causal_conv1d_shape(*args[:6])
+
+
+_plain = plain_call(_forward, _check)
 
 
 def _require_edges(cu_seqlens: Tensor | None, length: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ._registration import (
     autocast_active,
     autocast_operands,
     call_in_place,
+    plain_call_in_place,
     refuse_in_place,
     register,
 )
@@ -74,11 +75,15 @@ def causal_conv1d_update(
 
     The formula is `tk.reference.causal_conv1d_update`.
     """
-    if autocast_active():
-        (x,) = autocast_operands(x)
     code = ACTIVATIONS.get(activation, -1) if activation is None or activation == "silu" else -1
     if code < 0:
         refuse_activation(_NAME, activation)
+    if not torch.compiler.is_compiling():
+        plain = _plain(x, state, weight, bias, code, slots, True)
+        if plain is not NotImplemented:
+            return cast(Tensor, plain)
+    if autocast_active():
+        (x,) = autocast_operands(x)
     args = (x, state, weight, bias, code, slots)
     refuse_in_place(_NAME, args[:4], "tk.causal_conv1d")
     result: Tensor = call_in_place(_op, args, _check, _require_apart)
@@ -123,6 +128,9 @@ def causal_conv1d_update_shape(
 
 def _check(args: tuple[Any, ...]) -> None:
     causal_conv1d_update_shape(*args)
+
+
+_plain = plain_call_in_place(_op, _check, _require_apart)
 
 
 # The dispatcher drops trailing arguments that have their default value.

@@ -8,7 +8,7 @@ op `gated_delta_rule` when a gradient is wanted, whose gradient is the op
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from ._registration import (
     call_checked,
     filled,
     forward_mode_active,
+    plain_call,
     refuse_forward_mode,
     register_both,
     transform_active,
@@ -113,11 +114,18 @@ def gated_delta_rule(
     The formula is `tk.reference.gated_delta_rule`; Yang et al., "Gated Delta Networks: Improving
     Mamba2 with delta rule", arXiv:2412.06464.
     """
-    if autocast_active():
-        q, k, v = autocast_operands(q, k, v)
     if scale is not None:
         require_scale("gated_delta_rule", scale)
         scale = float(scale)
+    if not return_state and not torch.compiler.is_compiling():
+        plain = _plain(
+            *(q, k, v, g, beta, initial_state, A_log, dt_bias, cu_seqlens, scale, qk_l2norm),
+            *(beta_sigmoid, allow_neg_eigval, state_v_first),
+        )
+        if plain is not NotImplemented:
+            return cast(Tensor, plain)
+    if autocast_active():
+        q, k, v = autocast_operands(q, k, v)
     tensors = (q, k, v, g, beta, initial_state, A_log, dt_bias)
     args = (
         *tensors, cu_seqlens, scale, bool(qk_l2norm), bool(beta_sigmoid), bool(allow_neg_eigval),
@@ -135,6 +143,9 @@ def gated_delta_rule(
 
 def _check(args: tuple[Any, ...]) -> None:
     gated_delta_rule_shape(*args[:10], *args[11:14])
+
+
+_plain = plain_call(_forward, _check)
 
 
 # What the ops do beside the CUDA implementation.

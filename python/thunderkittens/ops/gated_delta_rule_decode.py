@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from ._registration import (
     autocast_active,
     autocast_operands,
     call_in_place,
+    plain_call_in_place,
     refuse_in_place,
     register,
     require_device,
@@ -97,11 +98,18 @@ def gated_delta_rule_decode(
             that the pool does not have or that occur twice.
         RuntimeError: a gradient is wanted, or a transform of `torch.func` is active.
     """
-    if autocast_active():
-        q, k, v = autocast_operands(q, k, v)
     if scale is not None:
         require_scale(_NAME, scale)
         scale = float(scale)
+    if not torch.compiler.is_compiling():
+        plain = _plain(
+            *(q, k, v, g, beta, state, state_indices, A_log, dt_bias, scale, qk_l2norm),
+            *(beta_sigmoid, allow_neg_eigval, state_v_first, True),
+        )
+        if plain is not NotImplemented:
+            return cast(Tensor, plain)
+    if autocast_active():
+        q, k, v = autocast_operands(q, k, v)
     args = (
         q, k, v, g, beta, state, state_indices, A_log, dt_bias, scale, bool(qk_l2norm),
         bool(beta_sigmoid), bool(allow_neg_eigval), bool(state_v_first),
@@ -117,6 +125,9 @@ def _check(args: tuple[Any, ...]) -> None:
 
 def _require_apart(args: tuple[Any, ...]) -> None:
     require_apart(_NAME, _NAMES, (args[5], *args[:5]), written=1)
+
+
+_plain = plain_call_in_place(_op, _check, _require_apart)
 
 
 def gated_delta_rule_decode_shape(

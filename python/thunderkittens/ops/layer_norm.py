@@ -6,7 +6,7 @@ wanted, whose gradient is the op `layer_norm_backward`.
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ._registration import (
     call_checked,
     filled,
     forward_mode_active,
+    plain_call,
     refuse_forward_mode,
     transform_active,
     wants_gradient,
@@ -100,12 +101,16 @@ def layer_norm(
     The formula is `tk.reference.layer_norm`; Ba, Kiros and Hinton, "Layer normalization",
     arXiv:1607.06450.
     """
+    no_dropout = type(dropout_p) is float and dropout_p == 0.0
+    if residual is None and seed is None and no_dropout and not torch.compiler.is_compiling():
+        single = _plain(x, weight, bias, eps)
+        if single is not NotImplemented:
+            return cast(Tensor, single)
     args = (x, weight, bias, residual, seed, eps, dropout_p)
     if forward_mode_active():
         _check(args)
         refuse_forward_mode("layer_norm", x, weight, bias, residual)
     wanted = transform_active() or wants_gradient(args[:4])
-    no_dropout = type(dropout_p) is float and dropout_p == 0.0
     if residual is None and seed is None and no_dropout and not wanted:
         result: Tensor = call_checked(_single, (x, weight, bias, eps), _check_single)
         return result
@@ -120,6 +125,9 @@ def _check(args: tuple[Any, ...]) -> None:
 
 def _check_single(args: tuple[Any, ...]) -> None:
     _check(_without_residual(args))
+
+
+_plain = plain_call(_single, _check_single)
 
 
 # What the ops do beside the CUDA implementation.

@@ -9,7 +9,7 @@ op `linear_attention` when a gradient is wanted, whose gradient is the op
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from ._registration import (
     filled,
     forward_mode_active,
     one_by_one,
+    plain_call,
     refuse_forward_mode,
     register_both,
     require_operands,
@@ -107,13 +108,17 @@ def linear_attention(
     arXiv:2307.08621; Qin et al., "Lightning attention-2", arXiv:2401.04658; Yang et al., "Gated
     linear attention transformers with hardware-efficient training", arXiv:2312.06635.
     """
+    if scale is not None:
+        require_scale("linear_attention", scale)
+        scale = float(scale)
+    if return_state is False and not torch.compiler.is_compiling():
+        plain = _plain(q, k, v, decay, g, initial_state, cu_seqlens, scale, state_v_first)
+        if plain is not NotImplemented:
+            return cast(Tensor, plain)
     if autocast_active():
         q, k, v = autocast_operands(q, k, v)
     require_flag("linear_attention", "return_state", return_state)
     require_flag("linear_attention", "state_v_first", state_v_first)
-    if scale is not None:
-        require_scale("linear_attention", scale)
-        scale = float(scale)
     tensors = (q, k, v, decay, g, initial_state)
     args = (*tensors, cu_seqlens, scale, state_v_first)
     if forward_mode_active():
@@ -165,6 +170,9 @@ def linear_attention_shape(
 
 def _check(args: tuple[Any, ...]) -> None:
     linear_attention_shape(*args[:9])
+
+
+_plain = plain_call(_forward, _check)
 
 
 # What the ops do beside the CUDA implementation.

@@ -4,7 +4,7 @@ place."""
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ._registration import (
     autocast_active,
     autocast_operands,
     call_in_place,
+    plain_call_in_place,
     refuse_in_place,
     register,
 )
@@ -73,12 +74,16 @@ def linear_attention_decode(
             operand or itself.
         RuntimeError: a gradient is wanted, or a transform of `torch.func` is active.
     """
-    if autocast_active():
-        q, k, v = autocast_operands(q, k, v)
-    require_flag("linear_attention_decode", "state_v_first", state_v_first)
     if scale is not None:
         require_scale("linear_attention_decode", scale)
         scale = float(scale)
+    if not torch.compiler.is_compiling():
+        plain = _plain(q, k, v, state, decay, g, state_indices, scale, state_v_first, True)
+        if plain is not NotImplemented:
+            return cast(Tensor, plain)
+    if autocast_active():
+        q, k, v = autocast_operands(q, k, v)
+    require_flag("linear_attention_decode", "state_v_first", state_v_first)
     args = (q, k, v, state, decay, g, state_indices, scale, state_v_first)
     refuse_in_place("linear_attention_decode", args[:6], "tk.linear_attention")
     result: Tensor = call_in_place(_op, args, _check, _require_apart)
@@ -92,6 +97,9 @@ def _check(args: tuple[Any, ...]) -> None:
 def _require_apart(args: tuple[Any, ...]) -> None:
     names = ("the state", "q", "k", "v", "decay", "g", "state_indices")
     require_state_apart("linear_attention_decode", names, (args[3], *args[:3], *args[4:7]))
+
+
+_plain = plain_call_in_place(_op, _check, _require_apart)
 
 
 def linear_attention_decode_shape(

@@ -6,7 +6,7 @@ whose gradient is the op `rms_norm_backward`.
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ._registration import (
     call_checked,
     filled,
     forward_mode_active,
+    plain_call,
     refuse_forward_mode,
     transform_active,
     wants_gradient,
@@ -113,12 +114,16 @@ def rms_norm(
     if group_size is not None and group_size == 0:
         raise ValueError("tk.rms_norm: group_size is 0; it must divide the elements of a row")
     size = 0 if group_size is None else group_size
+    no_dropout = type(dropout_p) is float and dropout_p == 0.0
+    if residual is None and seed is None and no_dropout and not torch.compiler.is_compiling():
+        single = _plain(x, weight, gate, eps, weight_offset, gate_first, size)
+        if single is not NotImplemented:
+            return cast(Tensor, single)
     args = (x, weight, residual, gate, seed, eps, weight_offset, dropout_p, gate_first, size)
     if forward_mode_active():
         _check(args)
         refuse_forward_mode("rms_norm", x, weight, residual, gate)
     wanted = transform_active() or wants_gradient(args[:4])
-    no_dropout = type(dropout_p) is float and dropout_p == 0.0
     if residual is None and seed is None and no_dropout and not wanted:
         alone = (x, weight, gate, eps, weight_offset, gate_first, size)
         result: Tensor = call_checked(_single, alone, _check_single)
@@ -137,6 +142,9 @@ def _check(args: tuple[Any, ...]) -> None:
 
 def _check_single(args: tuple[Any, ...]) -> None:
     _check(_without_residual(args))
+
+
+_plain = plain_call(_single, _check_single)
 
 
 # What the ops do beside the CUDA implementation.

@@ -6,7 +6,7 @@ is the rotation back of the gradient that comes in.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ._gradient_call import one_by_one
 from ._registration import (
     call_checked,
     forward_mode_active,
+    plain_call,
     refuse_forward_mode,
     register,
     transform_active,
@@ -88,6 +89,10 @@ def rotary(
     args = (x, cos, sin, positions, offsets, cu_seqlens, interleaved, inverse, count)
     if heads is not None and isinstance(heads, int) and heads < 0:
         raise ValueError(f"tk.rotary: heads is {heads}; it must be at least 0")
+    if not torch.compiler.is_compiling():
+        rotated = _plain_in_place(*args) if in_place else _plain(*args)
+        if rotated is not NotImplemented:
+            return x if in_place else cast(Tensor, rotated)
     if forward_mode_active():
         _check(args)
         refuse_forward_mode("rotary", x)
@@ -195,6 +200,10 @@ def _check(args: tuple[Any, ...]) -> None:
             f"{name}: offsets has shape {tuple(offsets.shape)}; it must be ({sequences},), one for "
             "each sequence"
         )
+
+
+_plain = plain_call(_forward, _check)
+_plain_in_place = plain_call(_in_place, _check_in_place)
 
 
 def _require(name: str, what: str, tensor: Any, dtypes: tuple[Any, ...], x: Tensor | None) -> None:

@@ -7,7 +7,7 @@ wanted, whose gradient is the op `ssd_backward`.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from ._registration import (
     filled,
     forward_mode_active,
     one_by_one,
+    plain_call,
     refuse_forward_mode,
     register_both,
     require_operands,
@@ -106,11 +107,17 @@ def ssd(
 
     The formula is `tk.reference.ssd`; Dao and Gu, "Transformers are SSMs", arXiv:2405.21060.
     """
+    low, high = limits("ssd", dt_limit)
+    if return_state is False and not torch.compiler.is_compiling():
+        plain = _plain(
+            x, dt, A, B, C, D, z, dt_bias, initial_state, cu_seqlens, dt_softplus, low, high
+        )
+        if plain is not NotImplemented:
+            return cast(Tensor, plain)
     if autocast_active():
         x, B, C = autocast_operands(x, B, C)
         if z is not None:
             (z,) = autocast_operands(z)
-    low, high = limits("ssd", dt_limit)
     require_flag("ssd", "dt_softplus", dt_softplus)
     require_flag("ssd", "return_state", return_state)
     tensors = (x, dt, A, B, C, D, z, dt_bias, initial_state)
@@ -184,6 +191,9 @@ def ssd_shape(
 
 def _check(args: tuple[Any, ...]) -> None:
     ssd_shape(*args[:10])
+
+
+_plain = plain_call(_forward, _check)
 
 
 # What the ops do beside the CUDA implementation.

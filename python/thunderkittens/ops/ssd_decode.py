@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from ._registration import (
     autocast_active,
     autocast_operands,
     call_in_place,
+    plain_call_in_place,
     refuse_in_place,
     register,
 )
@@ -75,11 +76,17 @@ def ssd_decode(
             operand or itself.
         RuntimeError: a gradient is wanted, or a transform of `torch.func` is active.
     """
+    low, high = limits("ssd_decode", dt_limit)
+    if not torch.compiler.is_compiling():
+        plain = _plain(
+            *(x, dt, A, B, C, state, D, z, dt_bias, state_indices, dt_softplus, low, high, True)
+        )
+        if plain is not NotImplemented:
+            return cast(Tensor, plain)
     if autocast_active():
         x, B, C = autocast_operands(x, B, C)
         if z is not None:
             (z,) = autocast_operands(z)
-    low, high = limits("ssd_decode", dt_limit)
     require_flag("ssd_decode", "dt_softplus", dt_softplus)
     args = (x, dt, A, B, C, state, D, z, dt_bias, state_indices, dt_softplus, low, high)
     refuse_in_place("ssd_decode", args[:9], "tk.ssd")
@@ -94,6 +101,9 @@ def _check(args: tuple[Any, ...]) -> None:
 def _require_apart(args: tuple[Any, ...]) -> None:
     names = ("the state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias", "state_indices")
     require_state_apart("ssd_decode", names, (args[5], *args[:5], *args[6:10]))
+
+
+_plain = plain_call_in_place(_op, _check, _require_apart)
 
 
 def ssd_decode_shape(
