@@ -1,8 +1,8 @@
 // Calls of ops from Python with less work per argument: torch's own conversion asks the schema for
 // the type of each, and looks for overrides of every kind. Here an op has a list of what its
 // arguments are, made once. A call that does not fit it, such as one with a subclass of tensors, is
-// torch's. The dispatcher gets the same arguments from both. A module of Python, because `_autograd`
-// knows no Python; it too fits only the torch that it was built with.
+// torch's. The dispatcher gets the same arguments from both. A module of Python of its own, because
+// `_autograd` knows no Python; it too fits only the torch that it was built with.
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/GradMode.h>
@@ -79,8 +79,8 @@ bool push(torch::jit::Stack& stack, const Argument& argument, PyObject* x) {
             return true;
         case Kind::integer: {
             if (THPDtype_Check(x)) {
-                stack.emplace_back(static_cast<int64_t>(
-                    reinterpret_cast<THPDtype*>(x)->scalar_type));
+                stack.emplace_back(
+                    static_cast<int64_t>(reinterpret_cast<THPDtype*>(x)->scalar_type));
                 return true;
             }
             if (!PyLong_CheckExact(x)) return false;
@@ -136,7 +136,7 @@ PyObject* results_of(torch::jit::Stack& stack, std::size_t count) {
 
 // The object in Python. It lives as long as the process, like the op.
 struct Call {
-    PyObject_HEAD
+    PyObject ob_base;
     vectorcallfunc function;
     const Signature* signature;
     PyObject* other;  // torch's function, or what is called where a plain call has failed
@@ -159,9 +159,7 @@ PyObject* run(const Signature& signature, torch::jit::Stack& stack) {
     }
     return results_of(stack, signature.results);
 }
-bool names_any(PyObject* keywords) {
-    return keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0;
-}
+bool names_any(PyObject* keywords) { return keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0; }
 
 PyObject* call(PyObject* self, PyObject* const* given, std::size_t flags, PyObject* keywords) {
     const Call& c = *reinterpret_cast<const Call*>(self);

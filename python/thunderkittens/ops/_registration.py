@@ -288,7 +288,7 @@ def call_checked(op: Callable[..., Any], args: tuple[Any, ...], check: Check) ->
 def plain_call(op: OpOverload, check: Check) -> Callable[..., Any]:
     """What a public function calls first where no compiler is active: NotImplemented where it has
     more to do than to call the op, as for autocast or a gradient, else what `call_checked` would
-    return, at half the host time."""
+    return, with less host time."""
     return _load.plain(op._op, lambda args, problem: _explain(args, problem, check))
 
 
