@@ -1,7 +1,7 @@
 """Compiles the portable kernels for every target, and tells what became of each of them.
 
     targets.py                                   all, for 8.0, 8.9, 9.0 and 12.0
-    targets.py --only gemm/portable_64x64_bf16   some files; a regular expression
+    targets.py --only gemm/portable_64x64        some files; a regular expression
     targets.py --target 120 --json rows.json     a target; with all that is known of each kernel
 
 The compiler runs once for a file that instantiates kernels (tools/instances.py), for PTX of the
