@@ -215,6 +215,10 @@ def test_a_broken_gpu_ends_the_run():
     measurements = bench.compare([gemm_case(), gemm_case()], {"ours": fail}, device="cpu")
     assert len(measurements) == 1
     assert "illegal memory access" in measurements[0].notes["ours"]
+    peers = {"ours": product, "theirs": fail}
+    (measurement,) = bench.compare([gemm_case(), gemm_case()], peers, device="cpu")
+    assert measurement.failed
+    assert measurement.notes["ours"].startswith("theirs: CUDA error: an illegal memory access")
 
 
 def test_compare_refuses_nonsense():
@@ -352,6 +356,38 @@ def test_attention_inputs_fit_the_op(shapes):
                 assert [x.shape for x in result] == [inputs[n].shape for n in point.needs]
             else:
                 assert result.shape == (*inputs["q"].shape[:3], inputs["v"].shape[3])
+
+
+def test_attention_peers_read_aligned_rows():
+    """Operands and the gradient of the output alike; others get them as they are."""
+    seen = []
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v):
+            seen.extend(x.stride() for x in (q, k, v))
+            return q + k + v
+
+        @staticmethod
+        def backward(ctx, grad_out):
+            seen.append(grad_out.stride())
+            return grad_out, grad_out, grad_out
+
+    def attend(q, k, v, causal, options):
+        return Sum.apply(q, k, v)
+
+    def rows():
+        return torch.randn(1, 2, 3, 8 + 5, dtype=torch.float16)[..., :8]
+
+    q, k, v, grad_out = (rows() for _ in range(4))
+    for read, expected in ((attention_work.readable, 8), (attention_work.as_given, 13)):
+        implementation = attention_work.work(attend, read)
+        implementation.prepare(q, k, v, False, {}, grad_out)()
+        assert [strides[2] for strides in seen] == [expected] * 4
+        seen.clear()
+        implementation.prepare(q, k, v, False, {})()
+        assert [strides[2] for strides in seen] == [expected] * 3
+        seen.clear()
 
 
 def test_gemm_shapes():

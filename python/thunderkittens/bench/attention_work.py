@@ -235,9 +235,14 @@ def _leaves(tensors: list[Tensor], needs: str) -> list[Tensor]:
 # Who computes it.
 
 
-def work(attend: Attend) -> Prepared:
+def as_given(x: Tensor) -> Tensor:
+    return x
+
+
+def work(attend: Attend, read: Callable[[Tensor], Tensor] = as_given) -> Prepared:
     """`attend(q, k, v, causal, options)` as an implementation: the call, or, where the inputs have
-    a gradient of the output, the backward pass of one that was made before."""
+    a gradient of the output, the backward pass of one that was made before. `read` makes of each
+    operand, and of that gradient, what the implementation can read; it is part of the call."""
 
     def prepare(
         q: Tensor,
@@ -250,11 +255,11 @@ def work(attend: Attend) -> Prepared:
         baseline: Inputs | None = None,
     ) -> Callable[[], Any]:
         if grad_out is None:
-            return lambda: attend(q, k, v, causal, options)
+            return lambda: attend(read(q), read(k), read(v), causal, options)
         leaves = _leaves([q, k, v], needs)
-        out = attend(*leaves, causal=causal, options=options)
+        out = attend(*map(read, leaves), causal=causal, options=options)
         wanted = [x for x in leaves if x.requires_grad]
-        return lambda: torch.autograd.grad(out, wanted, grad_out, retain_graph=True)
+        return lambda: torch.autograd.grad(out, wanted, read(grad_out), retain_graph=True)
 
     return Prepared(prepare)
 
@@ -277,8 +282,9 @@ def plain_only(options: Mapping[str, Any]) -> None:
 
 
 def readable(x: Tensor) -> Tensor:
-    """x, or a copy where its rows are not at multiples of 16 bytes: FlashAttention-2 ends the
-    process's use of the GPU by a misaligned address then, and cuDNN's results are wrong."""
+    """x, or a copy where its rows are not at multiples of 16 bytes: FlashAttention-2, and cuDNN's
+    gradient, end the process's use of the GPU by a misaligned address then, and cuDNN's results are
+    wrong."""
     rows = (stride * x.itemsize for stride in x.stride()[:-1])
     aligned = x.data_ptr() % 16 == 0 and all(row % 16 == 0 for row in rows)
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
@@ -293,14 +299,12 @@ def sdpa(backend: SDPBackend) -> Prepared:
             raise NotApplicableError("its mask is aligned to the upper left")
         # Of one query row against all keys, `is_causal` would see the first.
         grouped = q.shape[1] != k.shape[1]
-        if backend is not SDPBackend.MATH:
-            q, k, v = readable(q), readable(k), readable(v)
         with sdpa_kernel(backend):
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=causal and q.shape[2] > 1, enable_gqa=grouped
             )
 
-    return work(attend)
+    return work(attend, as_given if backend is SDPBackend.MATH else readable)
 
 
 def flash_attention_2() -> Prepared:
@@ -314,13 +318,13 @@ def flash_attention_2() -> Prepared:
             left, right = options["window_size"]
             window = {"window_size_left": left, "window_size_right": right}
         rows, keys = q.shape[2], k.shape[2]
-        q, k, v = (readable(x).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out: Tensor = torch.ops.aten._flash_attention_forward(
             q, k, v, None, None, rows, keys, 0.0, causal, False, scale=q.shape[3] ** -0.5, **window
         )[0]
         return out.transpose(1, 2)
 
-    return work(attend)
+    return work(attend, readable)
 
 
 def flash_attn(module: str) -> Prepared | None:

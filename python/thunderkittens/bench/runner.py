@@ -94,8 +94,10 @@ def measure(
             call = bind(implementation, inputs)
             result = as_tensors(call())
             timer.synchronize()
-        except torch.AcceleratorError:
-            raise
+        except torch.AcceleratorError as error:  # which ends the run: the note says whose it was
+            if name == subject:
+                raise
+            raise torch.AcceleratorError(f"{name}: {first_line(error)}") from error
         except NotApplicableError:
             continue
         except (RuntimeError, ValueError, TypeError, ImportError) as error:
