@@ -140,10 +140,12 @@ SYMBOLS = {
         "15split_kv_kernelINS0_13SplitKvKernelIXtlNS0_6ConfigELi64ELi64ELi1ELi64ELi4ELb1E"
         "LNS_5DTypeE0ELb0ELi0ELb0ELb0EEEEEEEvNS0_14SplitKvGlobalsIT_EE"
     ),
-    "attention/combine_bf16": "14combine_kernelI13__nv_bfloat16EEvNS0_14CombineGlobalsIT_EE",
+    "attention/combine_bf16": (
+        "9attention14combine_kernelI13__nv_bfloat16EEvNS0_14CombineGlobalsIT_EE"
+    ),
     "combine_few_bf16": "18combine_few_kernelI13__nv_bfloat16EEvNS0_14CombineGlobalsIT_EE",
     "attention_paged/combine_bf16": (
-        "14combine_kernelI13__nv_bfloat16EEvNS1_14CombineGlobalsIT_EE"
+        "6decode14combine_kernelI13__nv_bfloat16EEvNS1_14CombineGlobalsIT_EE"
     ),
     "slide_bf16_d128_f32_portable": (
         "20lolcats_slide_kernelINS0_13LolcatsKernelILNS_5DTypeE0ELi128ELi32EEELb1EEEv"
@@ -173,7 +175,9 @@ SYMBOLS = {
         "15few_rows_kernelINS1_6KernelIXtlNS1_6ConfigELi64ELi64ELi14ELi0ELi2ELb0ELNS_5DTypeE0E"
         "Li16ELb1ELb0EEEEEEEvNS1_7GlobalsIT_EE"
     ),
-    "combine_portable_fp16": "23portable_combine_kernelI6__halfEEvNS1_14CombineGlobalsIT_EE",
+    "combine_portable_fp16": (
+        "6decode23portable_combine_kernelI6__halfEEvNS1_14CombineGlobalsIT_EE"
+    ),
     "merge_portable_fp16": "12merge_kernelI6__halfLb1EEEvNS1_12MergeGlobalsIT_EE",
     "append_nvfp4_bf16": (
         "19append_nvfp4_kernelI13__nv_bfloat16EEvNS1_13AppendGlobalsIT_EENS1_11BlockScalesE"
@@ -238,18 +242,18 @@ SYMBOLS = {
     not {"gemm", "attention"} <= set(_C.ops()), reason="this build leaves gemm or attention out"
 )
 @pytest.mark.parametrize("name", SYMBOLS)
-def test_symbols_tell_the_kernels_of_a_source_apart(name):
+def test_symbols_tell_the_kernels_of_a_family_apart(name):
     kernels = _C.kernels()
     op, _, kernel_name = name.rpartition("/")
-    [source] = {
-        (kernel["family"], kernel["source"])
+    [family] = {
+        (kernel["family"], kernel["arch"])
         for kernel in kernels
         if kernel["name"] == kernel_name and op in ("", kernel["op"])
     }
     matching = [
         kernel["name"]
         for kernel in kernels
-        if (kernel["family"], kernel["source"]) == source
+        if (kernel["family"], kernel["arch"]) == family
         and info._matches(kernel["symbol"], SYMBOLS[name])
     ]
     assert matching == [kernel_name]

@@ -23,7 +23,7 @@ designated initialisers: `.block_m = 128, .block_n = 128, .dtype = DType::bf16, 
 Layout::nn`, which C++ wants in the order of the struct. The section [enums] says of which
 enumeration a field is. Several functions, with the same fields, are separated by semicolons; a
 header without templates has none. Instances of the same stem are compiled together, those of
-several sections too if these have the same header and namespace.
+several sections too: the headers of a file cost as much as a small kernel.
 
 A file holds the kernels of one architecture family, which is that of its header,
 `*_sm<number>.cuh`: sm90 are those for Hopper alone, sm80 those that every GPU of compute
@@ -49,20 +49,21 @@ class ListError(Exception):
 
 @dataclass
 class File:
-    """A translation unit: what it includes, and the functions that it instantiates."""
+    """A translation unit: what it includes, and the functions of each namespace that it has."""
 
-    header: str
-    namespace: str
-    functions: list[str] = field(default_factory=list)
+    headers: list[str] = field(default_factory=list)
+    functions: dict[str, list[str]] = field(default_factory=dict)
 
     def text(self, family: str) -> str:
-        return (
-            f"// Written from csrc/{family}/instances.txt by tools/instances.py.\n"
-            f'#include "csrc/{family}/{self.header}"\n\n'
-            f"namespace thunderkittens::{self.namespace} {{\n"
-            + "".join(f"template {function};\n" for function in self.functions)
-            + f"}}  // namespace thunderkittens::{self.namespace}\n"
-        )
+        includes = [f'#include "csrc/{family}/{header}"\n' for header in self.headers]
+        blocks = [
+            f"\nnamespace thunderkittens::{namespace} {{\n"
+            + "".join(f"template {function};\n" for function in functions)
+            + f"}}  // namespace thunderkittens::{namespace}\n"
+            for namespace, functions in self.functions.items()
+        ]
+        written = f"// Written from csrc/{family}/instances.txt by tools/instances.py.\n"
+        return "".join([written, *includes, *blocks])
 
 
 def entries(text: str) -> list[tuple[str, dict[str, list[str]]]]:
@@ -117,13 +118,14 @@ def add_section(
                 raise ListError(f"'{stem}' is no stem of a file")
             if family_of(stem) != family_of(Path(header).stem):
                 raise ListError(f"{stem} has to be named as its header, for {header}")
-            file = files.setdefault(stem, File(header, namespace))
-            if (file.header, file.namespace) != (header, namespace):
-                raise ListError(f"{stem} has another header or namespace before")
+            file = files.setdefault(stem, File())
+            if header not in file.headers:
+                file.headers.append(header)
+            listed = file.functions.setdefault(namespace, [])
             for function in functions(section, as_cpp(values, enums)):
-                if function in file.functions:
+                if function in listed:
                     raise ListError(f"{stem} has this twice: {function}")
-                file.functions.append(function)
+                listed.append(function)
 
 
 def read(path: Path) -> dict[str, File]:

@@ -103,11 +103,10 @@ std::string name_of_kernel(const char* kind, DType dtype, Layout layout, int wid
                   portable ? "_portable" : "");
 }
 
-KernelInfo kernel(const std::string& name, const char* config, const std::string& source,
-                  const std::string& symbol, bool portable) {
+KernelInfo kernel(const std::string& name, const char* config, const std::string& symbol,
+                  bool portable) {
     return {.name = name,
             .config = config,
-            .source = source + (portable ? "_sm80" : ""),
             .symbol = symbol,
             .arch = portable ? PORTABLE : NATIVE,
             .threads = THREADS};
@@ -134,7 +133,7 @@ std::vector<KernelInfo> conv_kernels() {
             for (int width = MIN_WIDTH; width <= MAX_WIDTH; ++width) {
                 list.push_back(
                     kernel(kernel_name(ConvChoice{dtype, layout, width, portable}),
-                           "a run of tokens a thread, 256 threads", "causal_conv1d",
+                           "a run of tokens a thread, 256 threads",
                            symbol_of_kernel("causal_conv1d_kernel", dtype, layout, width, portable),
                            portable));
             }
@@ -148,7 +147,7 @@ std::vector<KernelInfo> gradient_kernels() {
             for (int width = MIN_WIDTH; width <= MAX_WIDTH; ++width) {
                 list.push_back(
                     kernel(kernel_name(ConvBackwardChoice{dtype, layout, width, portable}),
-                           "a run of tokens a thread, 256 threads", "causal_conv1d_gradient",
+                           "a run of tokens a thread, 256 threads",
                            symbol_of_kernel("causal_conv1d_gradient_kernel", dtype, layout, width,
                                             portable),
                            portable));
@@ -156,7 +155,6 @@ std::vector<KernelInfo> gradient_kernels() {
             }
         list.push_back(kernel(concat("sums_", name_of(dtype), portable ? "_portable" : ""),
                               "sums of the blocks' weights and biases, 256 threads",
-                              "causal_conv1d_gradient",
                               concat(mangled("causal_conv1d_sums_kernel"), "ILi", int(dtype), "ELb",
                                      int(portable), 'E'),
                               portable));

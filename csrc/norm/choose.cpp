@@ -88,7 +88,7 @@ std::string kernel_name(const Config& c) {
 
 namespace {
 
-KernelInfo info_of(const char* kernel, const std::string& source, const Config& c, int threads) {
+KernelInfo info_of(const char* kernel, const Config& c, int threads) {
     return {
         .name = kernel_name(c),
         .config = c.path == Path::registers
@@ -97,7 +97,6 @@ KernelInfo info_of(const char* kernel, const std::string& source, const Config& 
                       ? concat("a row in the registers of a cluster, ", threads, " threads a block")
                   : c.path == Path::wide ? concat("a row in the registers of ", threads, " threads")
                                          : concat("a row from memory, up to ", threads, " threads"),
-        .source = c.portable ? concat(source, "_sm80") : source,
         .symbol = symbol_of(kernel, "Config", c),
         .arch = c.portable ? PORTABLE : NATIVE,
         .threads = threads,
@@ -112,7 +111,7 @@ std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
     for (std::size_t i = 0; i < FORWARD_CONFIGS; ++i) {
         const Config c = forward_at(i);
-        list.push_back(info_of("norm_forward_kernel", "norm_forward", c, most_lanes_of_forward(c)));
+        list.push_back(info_of("norm_forward_kernel", c, most_lanes_of_forward(c)));
     }
     return list;
 }
@@ -121,15 +120,12 @@ std::vector<KernelInfo> backward_kernels() {
     std::vector<KernelInfo> list;
     for (std::size_t i = 0; i < BACKWARD_CONFIGS; ++i) {
         const Config c = backward_at(i);
-        list.push_back(
-            info_of("norm_backward_kernel",
-                    c.portable ? "norm_backward" : concat("norm_backward_", name_of(c.dtype)), c,
-                    c.path == Path::memory ? MAX_LANES : most_lanes_of_gradient(c)));
+        list.push_back(info_of("norm_backward_kernel", c,
+                               c.path == Path::memory ? MAX_LANES : most_lanes_of_gradient(c)));
     }
     for (const bool portable : {false, true}) {
         list.push_back({.name = portable ? "reduce_portable" : "reduce",
                         .config = concat(REDUCE_THREADS, " threads, ", REDUCE_COLUMNS, " columns"),
-                        .source = portable ? "norm_backward_sm80" : "norm_backward_fp32",
                         .symbol = concat("norm_reduce_kernelILb", int(portable), 'E'),
                         .arch = portable ? PORTABLE : NATIVE,
                         .threads = REDUCE_THREADS,

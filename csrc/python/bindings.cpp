@@ -18,7 +18,6 @@ py::dict kernel_record(const tk::OpEntry& entry, const tk::KernelInfo& kernel) {
     record["family"] = entry.family;
     record["name"] = kernel.name;
     record["config"] = kernel.config;
-    record["source"] = kernel.source;
     record["symbol"] = kernel.symbol;
     record["arch"] = kernel.arch;
     record["threads"] = kernel.threads;

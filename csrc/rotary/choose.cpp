@@ -32,7 +32,6 @@ std::vector<KernelInfo> kernels() {
         list.push_back({.name = kernel_name(c),
                         .config = concat(THREADS, " threads, ", PAIRS, " pairs of ",
                                          heads_of_thread(c.dtype), " heads each"),
-                        .source = c.portable ? "rotary_sm80" : "rotary",
                         .symbol = symbol_of("rotary_kernel", "Config", c),
                         .arch = c.portable ? PORTABLE : NATIVE,
                         .threads = THREADS,

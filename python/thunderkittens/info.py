@@ -7,6 +7,7 @@ needed."""
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import platform
@@ -431,11 +432,15 @@ def print_report(report: dict[str, Any]) -> None:
         _print_section(f"kernel of {op} on {gpu}", examples)
 
 
-def _matches(pattern: str, symbol: str) -> bool:
-    """Whether a mangled name holds what the registry says of it, see csrc/common/registry.h."""
+@functools.cache
+def _expression(pattern: str) -> re.Pattern[str]:
+    """What a mangled name holds of which the registry says `pattern`: csrc/common/registry.h."""
     name = r"(?:N(?:S[0-9A-Z]*_|\d+[a-z_0-9]+?)*\d+[A-Za-z]+E|S[0-9A-Z]*_)"
-    expression = re.escape(pattern).replace(r"\*", r"\w*?").replace("<enum>", name)
-    return re.search(expression, symbol) is not None
+    return re.compile(re.escape(pattern).replace(r"\*", r"\w*?").replace("<enum>", name))
+
+
+def _matches(pattern: str, symbol: str) -> bool:
+    return _expression(pattern).search(symbol) is not None
 
 
 def kernels() -> list[dict[str, Any]]:
@@ -447,19 +452,24 @@ def kernels() -> list[dict[str, Any]]:
 
 
 def with_registry(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of `family`, `source` and `symbol`, each joined with the registry's entry."""
+    """Rows of `family`, `arch` and `symbol`, each joined with the registry's entry."""
     registry = _attempt(lambda: _load.compiled_module().kernels())
     if not isinstance(registry, list):
         return rows
-    joined = []
+    joined, seen = [], set()
     for row in rows:
+        # Files of several ops may have the same kernel.
+        kernel = row["family"], row["arch"], row["symbol"]
+        if kernel in seen:
+            continue
+        seen.add(kernel)
         entries = [
             {key: entry[key] for key in ("op", "name", "config", "threads", "shared_bytes")}
             for entry in registry
-            if (entry["family"], entry["source"]) == (row["family"], row["source"])
+            if (entry["family"], entry["arch"] == 90) == (row["family"], row["arch"].endswith("a"))
             and _matches(entry["symbol"], row["symbol"])
         ]
-        joined.append({**(entries[0] if entries else {}), **row})
+        joined += [{**entry, **row} for entry in entries or [{}]]
     return joined
 
 

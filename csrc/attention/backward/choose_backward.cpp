@@ -181,7 +181,6 @@ std::string kernel_name(const BackwardChoice& choice) {
 KernelInfo backward_d256_info(const BackwardConfig& c) {
     KernelInfo info;
     info.name = kernel_name(BackwardChoice{c});
-    info.source = concat("backward_d256_", name_of(c.dtype));
     info.symbol = symbol_of("backward_d256_kernel", "BackwardConfig", c);
     info.config = concat("head_dim ", c.head_dim, ", value_dim ", c.value_dim, ", ", c.block_m,
                          " query rows x ", block_n_of(c), " keys of 2 blocks, ", c.stages,
@@ -195,7 +194,6 @@ KernelInfo backward_d256_info(const BackwardConfig& c) {
 KernelInfo portable_backward_info(const BackwardConfig& c) {
     KernelInfo info;
     info.name = kernel_name(BackwardChoice{c});
-    info.source = concat("portable_backward_", name_of(c.dtype), "_d", c.head_dim, "_sm80");
     info.symbol = symbol_of("portable_backward_kernel", "BackwardConfig", c);
     info.config = concat("head_dim ", c.head_dim, ", ", c.block_m, " query rows x ", c.block_n,
                          " keys, ", c.stages, c.stages > 1 ? " stages, " : " stage, ",
@@ -214,7 +212,6 @@ void add_portable_rows(DType dtype, std::vector<KernelInfo>& list) {
     const auto add = [&](const std::string& name, const std::string& symbol, int threads,
                          int shared_bytes) {
         KernelInfo info;
-        info.source = "portable_backward_prepost_sm80";
         info.name = concat("portable_", name, "_", name_of(dtype));
         info.config = "rows of the backward: " + name;
         info.symbol = symbol;
@@ -254,8 +251,6 @@ std::vector<KernelInfo> backward_kernels() {
             for (const Variant& variant : variants) {
                 KernelInfo info;
                 info.name = kernel_name(BackwardChoice{c}) + variant.name;
-                info.source = concat("backward_", name_of(dtype), c.score_mod ? "_score_mod" : "",
-                                     c.score_mod && c.head_dim == 128 ? "_d128" : "");
                 // backward_kernel<BackwardKernel<c, QueryGradient>>
                 info.symbol = concat(symbol_of("backward_kernel", "BackwardConfig", c), "EEL<enum>",
                                      variant.query_gradient, 'E');
@@ -276,7 +271,6 @@ std::vector<KernelInfo> backward_kernels() {
         const auto add = [&](const std::string& name, const std::string& symbol, int threads,
                              int shared_bytes) {
             KernelInfo info;
-            info.source = "backward_prepost";
             info.name = concat("backward_", name, "_", name_of(dtype));
             info.config = "rows of the backward: " + name;
             info.symbol = symbol;
@@ -300,7 +294,6 @@ std::vector<KernelInfo> backward_kernels() {
         }
     }
     KernelInfo sink;
-    sink.source = "backward_prepost";
     sink.name = "backward_sink";
     sink.config = "gradient of the sinks";
     sink.symbol = "sink_kernel";

@@ -267,18 +267,18 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
     }
     params.parts = choice.parts;
     const ScheduleShape shape = schedule_shape(p, choice.parts);
-    if (options.schedule) {
-        check_vector(OP, "schedule", *options.schedule, DType::int32, q_in);
-        TK_CHECK(options.schedule->numel() == shape.ints(), OP, ": schedule must have ",
-                 shape.ints(), " numbers for this call, got ", options.schedule->numel(),
+    std::optional<Tensor> schedule = options.schedule;
+    if (schedule) {
+        check_vector(OP, "schedule", *schedule, DType::int32, q_in);
+        TK_CHECK(schedule->numel() == shape.ints(), OP, ": schedule must have ", shape.ints(),
+                 " numbers for this call, got ", schedule->numel(),
                  "; tk.attention_schedule makes it from the same arguments");
-        TK_CHECK(reinterpret_cast<uintptr_t>(options.schedule->data_ptr()) % 16 == 0, OP,
+        TK_CHECK(reinterpret_cast<uintptr_t>(schedule->data_ptr()) % 16 == 0, OP,
                  ": schedule must begin at a multiple of 16 bytes");
-        params.schedule = data_as<int>(*options.schedule);
+        params.schedule = data_as<int>(*schedule);
+    } else {
+        schedule = write_schedule(on, sequences, params, choice, q_in);
     }
-    const std::optional<Tensor> written =
-        options.schedule ? std::nullopt
-                         : std::optional(write_schedule(on, sequences, params, choice, q_in));
     const int64_t partial_rows = shape.slots * p.tile_rows();
     Tensor partial = empty({partial_rows * (p.value_dim + 1)}, DType::fp32, q_in);
     params.partial_out = data_as<float>(partial);
@@ -294,7 +294,7 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
                                   {"k_block_scale", &options.k_block_scale},
                                   {"v_block_scale", &options.v_block_scale},
                                   {"rotary_seqlens", &options.rotary_seqlens},
-                                  {"schedule", options.schedule ? &options.schedule : &written}}) {
+                                  {"schedule", &schedule}}) {
         launch.may_read(name, *x);
     }
     launch.may_write("partial results", partial);

@@ -27,6 +27,7 @@ const char* suffix(const Config& c) { return c.nvfp4 ? "_nvfp4" : has_codes(c) ?
 
 int arch_of(bool portable) { return portable ? PORTABLE : NATIVE; }
 // Of kernels of which the portable one has a name of its own.
+const char* mangled(DType dtype) { return dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half"; }
 std::string symbol_of_either(const std::string& kernel, bool portable) {
     const std::string name = portable ? "portable_" + kernel : kernel;
     return concat(name.size(), name, 'I');
@@ -40,10 +41,6 @@ KernelInfo kernel_info(const Config& c) {
                              " query rows x ", BLOCK_N, " keys, ", c.slots, " slots, ",
                              c.portable ? "4 consumer warps" : "1 consumer warpgroup", " + ",
                              producer_warps(c), " producer warps"),
-            .source = concat("decode_", name_of(c.dtype), suffix(c),
-                             c.portable               ? "_sm80"
-                             : c.few_rows && !c.nvfp4 ? "_few_rows"
-                                                      : ""),
             .symbol = symbol_of(c.few_rows ? "few_rows_kernel" : "decode_kernel", "Config", c),
             .arch = arch_of(c.portable),
             .threads = 128 + 32 * producer_warps(c),
@@ -134,21 +131,20 @@ std::string kernel_name(const Choice& choice) {
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
     for (const bool portable : {false, true}) {
-        const char* const suffix = portable ? "_sm80" : "";
         list.push_back({.name = portable ? "schedule_portable" : "schedule",
                         .config = "one block of 256 threads",
-                        .source = portable ? "cache_sm80" : "decode_schedule",
                         .symbol = symbol_of_either("schedule_kernel", portable),
                         .arch = arch_of(portable),
                         .threads = SCHEDULE_THREADS});
         for (const DType dtype : {DType::bf16, DType::fp16}) {
-            list.push_back({.name = concat("combine_", portable_name(portable), name_of(dtype)),
-                            .config = "1 to 8 warps for a row",
-                            .source = concat("decode_", name_of(dtype), suffix),
-                            .symbol = symbol_of_either("combine_kernel", portable),
-                            .arch = arch_of(portable),
-                            .threads = 32 * COMBINE_WARPS,
-                            .shared_bytes = COMBINE_SHARED_BYTES});
+            list.push_back(
+                {.name = concat("combine_", portable_name(portable), name_of(dtype)),
+                 .config = "1 to 8 warps for a row",
+                 .symbol = concat("6decode", symbol_of_either("combine_kernel", portable),
+                                  mangled(dtype)),
+                 .arch = arch_of(portable),
+                 .threads = 32 * COMBINE_WARPS,
+                 .shared_bytes = COMBINE_SHARED_BYTES});
         }
     }
     for (const DType dtype : {DType::bf16, DType::fp16}) {
@@ -197,8 +193,6 @@ std::string kernel_name(const MergeChoice& c) {
 
 namespace {
 
-const char* mangled(DType dtype) { return dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half"; }
-
 std::vector<KernelInfo> append_kernels() {
     std::vector<KernelInfo> list;
     for (const bool portable : {false, true}) {
@@ -210,7 +204,6 @@ std::vector<KernelInfo> append_kernels() {
                 list.push_back(
                     {.name = kernel_name(AppendChoice{codes, nvfp4, dtype, portable}),
                      .config = codes || nvfp4 ? "a warp for a row" : "a thread for 16 bytes",
-                     .source = portable ? "cache_sm80" : "append_kv",
                      .symbol = concat(symbol_of_either(kernel, portable), mangled(dtype)),
                      .arch = arch_of(portable),
                      .threads = 256});
@@ -225,7 +218,6 @@ std::vector<KernelInfo> merge_kernels() {
         for (const DType dtype : {DType::bf16, DType::fp16}) {
             list.push_back({.name = kernel_name(MergeChoice{dtype, portable}),
                             .config = "a warp for a row",
-                            .source = portable ? "cache_sm80" : "merge_attention",
                             .symbol = concat("12merge_kernelI", mangled(dtype)),
                             .arch = arch_of(portable),
                             .threads = 128});

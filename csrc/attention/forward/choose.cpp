@@ -398,9 +398,6 @@ KernelInfo kernel_info(const Config& config, bool split) {
                                                : " consumer warpgroup + 1 producer warp",
                          config.score_mod ? ", softcap and ALiBi" : "",
                          config.softcap_only ? ", softcap" : "");
-    const bool plain = split || !(config.score_mod || config.softcap_only);
-    info.source = concat(kernel, '_', name_of(config.dtype), plain ? "" : "_score_mod",
-                         !split && config.head_dim >= 192 ? "_d192" : "");
     info.symbol = symbol_of(concat(kernel, "_kernel"), "Config", config);
     info.threads = forward_threads(config);
     info.shared_bytes = forward_memory(config).bytes;
@@ -416,7 +413,6 @@ KernelInfo portable_info(const Config& config) {
         config.stages > 1 ? " stages, " : " stage, ", forward_threads(config) / 32, " warps of ",
         config.warp_rows, " rows", config.keeps_query ? ", query in registers" : "",
         config.score_mod ? ", softcap and ALiBi" : "", config.paged ? ", pages of a cache" : "");
-    info.source = concat("portable_", config.paged ? "paged_" : "", name_of(config.dtype), "_sm80");
     info.symbol = symbol_of("portable_forward_kernel", "Config", config);
     info.arch = PORTABLE;
     info.threads = forward_threads(config);
@@ -425,14 +421,14 @@ KernelInfo portable_info(const Config& config) {
     return info;
 }
 
-// The kernels that combine the results of those that split the keys, in the same source.
+// The kernels that combine the results of those that split the keys.
 KernelInfo combining_info(DType dtype, bool few) {
     KernelInfo info;
     info.name = concat(few ? "combine_few_" : "combine_", name_of(dtype));
     info.config = concat("weighs and adds up the results of ", few ? "few" : "the",
                          " ranges of keys, ", few ? "a warp" : "four warps", " for a row");
-    info.source = concat("split_kv_", name_of(dtype));
-    info.symbol = few ? "18combine_few_kernelI" : "14combine_kernelI";
+    info.symbol = concat(few ? "18combine_few_kernelI" : "9attention14combine_kernelI",
+                         dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half");
     info.threads = 128;
     return info;
 }

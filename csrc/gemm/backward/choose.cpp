@@ -42,7 +42,6 @@ std::vector<KernelInfo> kernels() {
         list.push_back({
             .name = kernel_name(c),
             .config = concat(THREADS, " threads, ", CHUNK, " gates each"),
-            .source = c.portable ? "gemm_backward_sm80" : "gemm_backward",
             .symbol = concat(c.portable ? "29portable_" : "20", "gate_gradient_kernelILi",
                              int(c.dtype), "ELi", int(c.gate), 'E'),
             .arch = c.portable ? PORTABLE : NATIVE,

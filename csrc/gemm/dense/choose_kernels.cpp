@@ -33,23 +33,9 @@ static KernelInfo split_k_info(DType dtype) {
                              'x', wide.block_n, ", ", narrow.stages, " and ", wide.stages,
                              " stages, 1 producer warp and ", c.consumers,
                              " consumer warpgroups, split-K and stream-K"),
-            .source = "split_k",
             .symbol = symbol_of("split_k_kernel", c.dtype),
             .threads = single_wave_threads(c),
             .shared_bytes = SPLIT_K_SHARED_BYTES};
-}
-
-// The file of instances.txt that has a configuration's kernels.
-static std::string source_of(const Config& c) {
-    if (c.cluster_tile) return concat("cluster_tile_", c.block_m, 'x', c.block_n);
-    if (c.swap_ab) return c.fused ? "swap_ab_fused" : "swap_ab";
-    if (c.fused) {
-        const bool apart = c.block_n == 256 && c.a_m_major;
-        return concat(name_of(c.dtype), '_', c.block_m, 'x', c.block_n, "_fused",
-                      apart ? "_a_transposed" : "");
-    }
-    const Kernel kernel = has_single_wave_64x64(c) ? Kernel::single_wave_64x64 : kernel_of(c);
-    return std::string(strategy_name(kernel));
 }
 
 static KernelInfo portable_info(const PortableConfig& c) {
@@ -57,7 +43,6 @@ static KernelInfo portable_info(const PortableConfig& c) {
     KernelInfo info{.name = kernel_name(choice),
                     .config = concat("tile ", c.block_m, 'x', c.block_n, 'x', BLOCK_K, ", ",
                                      c.stages, " stages, ", c.warps(), " warps, no roles"),
-                    .source = concat("portable_", c.block_m, 'x', c.block_n, "_sm80"),
                     .symbol = symbol_of("portable_kernel", "PortableConfig", c),
                     .arch = PORTABLE,
                     .threads = c.threads(),
@@ -71,7 +56,6 @@ static KernelInfo align_rows_info(int arch) {
     const bool native = arch == NATIVE;
     return {.name = native ? "align_rows" : "align_rows_portable",
             .config = "copies of operands whose rows begin at no multiples of 16 bytes",
-            .source = native ? "align_rows" : "align_rows_sm80",
             .symbol = concat(native ? "17align_rows_kernelILi" : "26portable_align_rows_kernelILi",
                              MAX_ALIGNED, 'E'),
             .arch = arch,
@@ -91,7 +75,6 @@ std::vector<KernelInfo> kernels() {
                              int threads, int shared_bytes) {
             list.push_back({.name = kernel_name(Choice{.kernel = kernel, .config = c}),
                             .config = config,
-                            .source = kernel == Kernel::short_k ? "short_k" : source_of(c),
                             .symbol = symbol_of(symbol, "Config", c),
                             .threads = threads,
                             .shared_bytes = shared_bytes,
@@ -117,7 +100,6 @@ std::vector<KernelInfo> kernels() {
                 concat(tile, short_k_block_k(c), ", no roles, operands of any alignment"),
                 "short_k_kernel", SHORT_K_THREADS, short_k_shared_bytes(c));
         }
-        // The single-wave kernels of the same source.
         const std::string single = warps + ", single-wave";
         if (has_single_wave(c)) {
             add(Kernel::single_wave, single, "single_wave_kernel", single_wave_threads(c),

@@ -424,7 +424,6 @@ static KernelInfo split_k_info(Sums sums) {
             .config = concat("tiles of 128 rows and 64 to ", c.block_n, " columns, up to ",
                              SPLIT_K_STAGES, " stages, 1 producer warp and ", c.consumers,
                              " consumer warpgroups, split-K, sums ", name_of(sums)),
-            .source = "fp8_gemm_split_k",
             .symbol = symbol_of("fp8_split_k_kernel", sums),
             .threads = split_k_threads(sums),
             .shared_bytes = SPLIT_K_SHARED_BYTES};
@@ -446,9 +445,6 @@ std::vector<KernelInfo> kernels() {
             .name = kernel_name(c),
             .config = concat("tile ", c.block_m, 'x', c.block_n, 'x', c.block_k, ", ", c.stages,
                              " stages, ", c.swap_ab ? "" : concat(c.buffers, " buffers, "), roles),
-            .source =
-                concat("fp8_gemm_", kind,
-                       c.swap_ab || c.blockwise_only ? "" : concat('_', c.block_m, 'x', c.block_n)),
             .symbol = symbol_of(c.swap_ab ? "fp8_swap_ab_kernel" : "fp8_gemm_kernel", "Config", c),
             .threads = threads(c),
             .shared_bytes = shared_bytes(c),

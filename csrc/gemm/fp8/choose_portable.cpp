@@ -58,7 +58,6 @@ std::vector<KernelInfo> portable_kernels() {
             {.name = portable_name(c),
              .config = concat("tile ", c.block_m, 'x', c.block_n, 'x', BLOCK_K, ", ", c.stages,
                               " stages, ", loop_config(c).warps(), " warps, no roles"),
-             .source = concat("fp8_portable_", c.block_m, 'x', c.block_n, "_sm80"),
              .symbol = symbol_of("fp8_portable_kernel", "Config", c),
              .arch = PORTABLE,
              .threads = loop_config(c).threads(),

@@ -133,7 +133,6 @@ std::vector<KernelInfo> kernels() {
             .config = concat("tile ", tile, 'x', gemm::BLOCK_K, ", ", c.stages,
                              " stages, 1 loading thread, 1 scheduling warp and ", c.consumers,
                              " consumer warpgroups"),
-            .source = concat(name_of(c.dtype), "_grouped"),
             .symbol = symbol_of("grouped_gemm_kernel", "Config", c),
             .threads = gemm::threads(c),
             .shared_bytes = grouped_gemm::shared_bytes(c),

@@ -83,7 +83,6 @@ std::vector<KernelInfo> portable_kernels() {
             {.name = kernel_name(choice),
              .config = concat("tile ", c.block_m, 'x', c.block_n, 'x', gemm::BLOCK_K, ", ",
                               c.stages, " stages, ", c.warps(), " warps, no roles"),
-             .source = "grouped_portable_sm80",
              .symbol = symbol_of("grouped_portable_kernel", "PortableConfig", c),
              .arch = PORTABLE,
              .threads = c.threads(),

@@ -44,7 +44,6 @@ std::string unsupported_dtype(const char* name, DType dtype) {
 KernelInfo pass(const std::string& name, const std::string& what, bool portable) {
     return {.name = portable ? name + PORTABLE_NAME : name,
             .config = what,
-            .source = portable ? "mxfp8_passes_sm80" : "mxfp8_passes",
             .symbol = concat("mxfp8_", name, "_pass_kernel"),
             .arch = portable ? PORTABLE : NATIVE,
             .threads = THREADS};
@@ -63,14 +62,14 @@ std::vector<KernelInfo> gemm_kernels() {
     }
     for (const gemm::Config& c : {gemm::fused_dequant_config(DType::bf16),
                                   gemm::narrow_fused_dequant_config(DType::bf16)}) {
-        list.push_back({.name = fused_dequant_name(c),
-                        .config = concat("tile 128x", c.block_n, "x64, ", c.stages,
-                                         " stages, 1 producer warp, 3 warps that dequantize and 2 "
-                                         "consumer warpgroups"),
-                        .source = "mxfp8_fused_dequant",
-                        .symbol = symbol_of("fused_dequant_kernel", "Config", c),
-                        .threads = gemm::threads(c),
-                        .shared_bytes = gemm::shared_bytes(c)});
+        list.push_back(
+            {.name = fused_dequant_name(c),
+             .config = concat("tile 128x", c.block_n, "x64, ", c.stages,
+                              " stages, 1 producer warp, 3 warps that dequantize and 2 "
+                              "consumer warpgroups"),
+             .symbol = symbol_of("fused_dequant_kernel", "Config", c) + "*12Mxfp8Sources",
+             .threads = gemm::threads(c),
+             .shared_bytes = gemm::shared_bytes(c)});
     }
     for (std::size_t i = 0; i < DEQUANT_CONFIGS; ++i) {
         const DequantConfig f = dequant_config_at(i);
@@ -80,7 +79,6 @@ std::vector<KernelInfo> gemm_kernels() {
             .config = concat("tile ", c.tokens, 'x', nvfp4_gemm::block_rows(c), 'x',
                              CHUNK_K * c.k_groups, ", ", c.stages, " stages, 1 producer warp and ",
                              nvfp4_gemm::consumers(c), " consumer warpgroups"),
-            .source = "mxfp8_dequant",
             // A DequantConfig is such a Config and a DType.
             .symbol = concat(symbol_of("mxfp8_dequant_kernel", "Config", c), "EL<enum>",
                              int(f.data), 'E'),
@@ -93,7 +91,6 @@ std::vector<KernelInfo> gemm_kernels() {
             .name = native_name(s),
             .config = concat("tile ", s.tokens, 'x', NATIVE_TILE, 'x', s.stage_k, ", ", s.stages,
                              " stages, 1 producer warp and ", s.k_groups, " consumer warpgroups"),
-            .source = "mxfp8_native",
             .symbol = symbol_of("mxfp8_native_kernel", "NativeShape", s),
             .threads = native_threads(s),
             .shared_bytes = native_shared_bytes(s),

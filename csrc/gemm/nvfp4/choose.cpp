@@ -258,8 +258,7 @@ std::vector<KernelInfo> nvfp4_gemm_kernels() {
                         .config =
                             "tile 128x256x64, 4 stages, 1 producer warp, 3 warps that dequantize "
                             "and 2 consumer warpgroups",
-                        .source = "nvfp4_fused_dequant",
-                        .symbol = symbol_of("fused_dequant_kernel", "Config", c),
+                        .symbol = symbol_of("fused_dequant_kernel", "Config", c) + "*11Nvfp4Source",
                         .threads = gemm::threads(c),
                         .shared_bytes = gemm::shared_bytes(c)});
     }
@@ -274,7 +273,6 @@ std::vector<KernelInfo> nvfp4_gemm_kernels() {
         list.push_back({
             .name = kernel_name(c),
             .config = config,
-            .source = is_gemv(c) ? "nvfp4_gemv" : concat("nvfp4_gemm_", name_of(c.dtype)),
             .symbol = symbol_of(is_gemv(c)      ? "nvfp4_gemv_kernel"
                                 : c.split_k > 1 ? "nvfp4_split_k_kernel"
                                                 : "nvfp4_gemm_kernel",
@@ -293,7 +291,6 @@ std::vector<KernelInfo> nvfp4_prepare_kernels() {
             list.push_back(
                 {.name = kernel_name(Nvfp4Preparation{pass, portable}),
                  .config = "a piece of 64x64, 128 threads",
-                 .source = portable ? "nvfp4_prepare_sm80" : "nvfp4_prepare",
                  .symbol = concat("nvfp4_prepare_kernelILi", int(pass), "ELb", int(portable), 'E'),
                  .arch = portable ? PORTABLE : NATIVE,
                  .threads = 128});

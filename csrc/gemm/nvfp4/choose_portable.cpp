@@ -161,7 +161,6 @@ std::vector<KernelInfo> portable_kernels() {
         list.push_back({.name = portable_name(choice),
                         .config = concat("tile ", c.block_n, 'x', c.block_m, 'x', PIECE, ", ",
                                          c.stages, " stages, ", c.warps(), " warps, no roles"),
-                        .source = "nvfp4_portable_sm80",
                         .symbol = symbol_of("nvfp4_portable_kernel", "PortableConfig", c),
                         .arch = PORTABLE,
                         .threads = c.threads(),
@@ -180,7 +179,6 @@ std::vector<KernelInfo> portable_kernels() {
                  .config =
                      concat("up to ", FEW_ROWS_STRIPS * STRIP_ROWS, 'x', tokens, ", ",
                             FEW_ROWS_WARPS, " or ", FEW_ROWS_MOST_WARPS, " warps that divide k"),
-                 .source = "nvfp4_few_rows_sm80",
                  .symbol = concat("nvfp4_few_rows_kernelILi", int(dtype), "ELi", tokens, 'E'),
                  .arch = PORTABLE,
                  .threads = FEW_ROWS_MOST_WARPS * 32,

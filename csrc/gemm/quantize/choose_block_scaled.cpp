@@ -25,7 +25,7 @@ std::string unsupported_sizes(int64_t rows, int64_t columns, int64_t batch, DTyp
 
 // A kernel of 256 threads, a template over the fields of a configuration.
 template <class Config>
-KernelInfo kernel(const std::string& name, const char* source, const char* kernel, Config config) {
+KernelInfo kernel(const std::string& name, const char* kernel, Config config) {
     std::string symbol = concat(kernel, 'I');
     visit_fields(config, [&](const char*, auto& field) {
         constexpr bool flag = std::is_same_v<decltype(field), bool&>;
@@ -33,33 +33,31 @@ KernelInfo kernel(const std::string& name, const char* source, const char* kerne
     });
     return {.name = name,
             .config = "tile 128x128, 256 threads",
-            .source = concat(source, config.portable ? "_sm80" : ""),
             .symbol = symbol,
             .arch = config.portable ? PORTABLE : NATIVE,
             .threads = THREADS};
 }
 template <auto at, std::size_t count>
-std::vector<KernelInfo> kernels(const char* source, const char* name) {
+std::vector<KernelInfo> kernels(const char* name) {
     std::vector<KernelInfo> list;
     for (std::size_t i = 0; i < count; ++i) {
-        list.push_back(kernel(kernel_name(at(i)), source, name, at(i)));
+        list.push_back(kernel(kernel_name(at(i)), name, at(i)));
     }
     return list;
 }
 
 std::vector<KernelInfo> mxfp8_quantize_kernels() {
-    return kernels<mxfp8_quantize_at, MXFP8_QUANTIZE>("mxfp8_quantize", "mxfp8_quantize_kernel");
+    return kernels<mxfp8_quantize_at, MXFP8_QUANTIZE>("mxfp8_quantize_kernel");
 }
 std::vector<KernelInfo> mxfp8_dequantize_kernels() {
-    return kernels<mxfp8_dequantize_at, MXFP8_DEQUANTIZE>("mxfp8_quantize",
-                                                          "mxfp8_dequantize_kernel");
+    return kernels<mxfp8_dequantize_at, MXFP8_DEQUANTIZE>("mxfp8_dequantize_kernel");
 }
 std::vector<KernelInfo> nvfp4_quantize_kernels() {
     std::vector<KernelInfo> list;
     for (std::size_t i = 0; i < NVFP4_QUANTIZE; ++i) {
         const Nvfp4Quantize c = nvfp4_quantize_at(i);
         const bool ring = in_ring(c);
-        list.push_back(kernel(kernel_name(c), "nvfp4_quantize",
+        list.push_back(kernel(kernel_name(c),
                               ring ? "nvfp4_quantize_ring_kernel" : "nvfp4_quantize_kernel", c));
         // `unaligned` tells kernels apart by what they are called; those of the ring have no
         // portable twins.
@@ -72,14 +70,12 @@ std::vector<KernelInfo> nvfp4_quantize_kernels() {
     }
     for (std::size_t i = 0; i < NVFP4_DEQUANTIZE; ++i) {
         const Nvfp4Dequantize c = nvfp4_dequantize_at(i);
-        list.push_back(
-            kernel(concat("maxima_", kernel_name(c)), "nvfp4_quantize", "nvfp4_maxima_kernel", c));
+        list.push_back(kernel(concat("maxima_", kernel_name(c)), "nvfp4_maxima_kernel", c));
     }
     return list;
 }
 std::vector<KernelInfo> nvfp4_dequantize_kernels() {
-    return kernels<nvfp4_dequantize_at, NVFP4_DEQUANTIZE>("nvfp4_quantize",
-                                                          "nvfp4_dequantize_kernel");
+    return kernels<nvfp4_dequantize_at, NVFP4_DEQUANTIZE>("nvfp4_dequantize_kernel");
 }
 
 }  // namespace

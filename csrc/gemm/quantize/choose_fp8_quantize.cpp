@@ -40,7 +40,6 @@ std::vector<KernelInfo> kernels() {
         list.push_back({
             .name = kernel_name(c),
             .config = concat(THREADS, " threads, 64 elements each"),
-            .source = concat("fp8_quantize_", name_of(c.dtype), c.portable ? "_sm80" : ""),
             .symbol = concat("fp8_quantize_kernelI", element, "LNS0_4PassE", int(c.pass), "ELb",
                              int(c.portable), 'E'),
             .arch = c.portable ? PORTABLE : NATIVE,
@@ -53,7 +52,6 @@ std::vector<KernelInfo> kernels() {
         list.push_back(
             {.name = portable ? "transpose_portable" : "transpose",
              .config = "256 threads, 64 bytes each",
-             .source = portable ? "fp8_transpose_sm80" : "fp8_transpose",
              .symbol = concat("LNS0_4PassE", int(Pass::transpose), "ELb", int(portable), 'E'),
              .arch = portable ? PORTABLE : NATIVE,
              .threads = THREADS,

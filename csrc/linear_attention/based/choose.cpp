@@ -86,7 +86,6 @@ std::vector<KernelInfo> based_kernels() {
         KernelInfo info;
         info.name = concat(name, portable ? "_portable" : "");
         info.config = text;
-        info.source = concat("based_", kind, portable ? "_sm80" : "");
         info.symbol = concat(portable ? "based_portable_" : "based_", kind, "_kernelI", arguments);
         info.arch = portable ? PORTABLE : NATIVE;
         info.threads = 128;

@@ -18,13 +18,12 @@ std::vector<KernelInfo> based_backward_kernels() {
     std::vector<KernelInfo> list;
     for (const bool portable : {false, true}) {
         for (const DType dtype : {DType::bf16, DType::fp16}) {
-            const auto add = [&](const std::string& source, const std::string& name,
-                                 const std::string& kernel, const std::string& arguments,
-                                 const std::string& text, int threads, int bytes) {
+            const auto add = [&](const std::string& name, const std::string& kernel,
+                                 const std::string& arguments, const std::string& text, int threads,
+                                 int bytes) {
                 KernelInfo info;
                 info.name = concat(name, "_", name_of(dtype), portable ? "_portable" : "");
                 info.config = text;
-                info.source = concat("based_", source, portable ? "_sm80" : "");
                 info.symbol = concat(kernel, "_kernelI", symbol_of(dtype), arguments);
                 info.arch = portable ? PORTABLE : NATIVE;
                 info.threads = threads;
@@ -33,9 +32,9 @@ std::vector<KernelInfo> based_backward_kernels() {
             };
             for (const char* part : {"query", "key"}) {
                 for (const bool denominator : {false, true}) {
-                    const std::string source = concat(part, "_gradient");
-                    add("backward", source + (denominator ? "_denominator" : ""),
-                        concat(portable ? "based_portable_" : "based_", source),
+                    const std::string gradient = concat(part, "_gradient");
+                    add(gradient + (denominator ? "_denominator" : ""),
+                        concat(portable ? "based_portable_" : "based_", gradient),
                         concat("Lb", int(denominator), 'E'),
                         concat(part[0] == 'q' ? "dQ" : "dK and dV", ": chunks of ", CHUNK,
                                " tokens, ", VALUES, " columns of values, ",
@@ -45,9 +44,9 @@ std::vector<KernelInfo> based_backward_kernels() {
                 }
             }
             const std::string which = concat("Lb", int(portable), 'E');
-            add("backward_prepost", "preprocess", "based_preprocess", which,
+            add("preprocess", "based_preprocess", which,
                 "weights of the tokens, from the denominators", 256, 0);
-            add("backward_prepost", "reduce_partials", "based_reduce_partials", which,
+            add("reduce_partials", "based_reduce_partials", which,
                 "sums of the partial dQ and dK of the value slices", 256, 0);
         }
     }

@@ -27,7 +27,6 @@ std::vector<KernelInfo> based_decode_kernels() {
             KernelInfo info;
             info.name = kernel_name(BasedDecodeChoice{dtype, portable});
             info.config = "one token: state and output of a head, 256 or 512 threads";
-            info.source = portable ? "based_decode_sm80" : "based_decode";
             info.symbol =
                 concat(portable ? "based_portable_decode_kernelI" : "based_decode_kernelI",
                        symbol_of(dtype));

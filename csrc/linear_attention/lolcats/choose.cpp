@@ -89,8 +89,6 @@ std::vector<KernelInfo> lolcats_kernels() {
             KernelInfo info =
                 kernel_info(states ? "segment_states" : "forward",
                             states ? "state of a segment" : "output", dtype, head_dim, features);
-            info.source =
-                states ? "lolcats_segment_states" : concat("lolcats_forward_", name_of(dtype));
             info.symbol = concat("lolcats_", states ? "segment_states" : "forward",
                                  "_kernelINS0_13", info.symbol);
             info.threads = states ? 384 : 512;
@@ -103,18 +101,14 @@ std::vector<KernelInfo> lolcats_kernels() {
         info.name = scan ? "scan" : "kv_cache";
         info.config = scan ? "prefix sums of the segments' states"
                            : "rows between caches and the order of tokens";
-        info.source = "lolcats_kv_cache";
         info.symbol = scan ? "based_scan_kernelI6float4" : "lolcats_kv_cache_kernelILb0E";
         info.threads = 128;
         list.push_back(info);
     }
-    // Those of portable kernels are entered with the sources that hold them.
     const auto enter = [&](const char* kind, const char* text, DType dtype, int head_dim,
-                           int features, const char* source, const std::string& suffix, int threads,
-                           int bytes) {
+                           int features, const std::string& suffix, int threads, int bytes) {
         KernelInfo info = kernel_info(kind, text, dtype, head_dim, features);
         info.name += "_portable";
-        info.source = concat("lolcats_", source, "_sm80");
         info.symbol =
             concat("lolcats_portable_", kind, "_kernelINS0_13", info.symbol, "EE", suffix);
         info.arch = PORTABLE;
@@ -123,17 +117,16 @@ std::vector<KernelInfo> lolcats_kernels() {
         list.push_back(info);
     };
     for_each_kernel([&](DType dtype, int dim, int features) {
-        enter("features", "features of the tokens", dtype, dim, features, "features", "", 128,
+        enter("features", "features of the tokens", dtype, dim, features, "", 128,
               PORTABLE_FEATURES_BYTES);
-        enter("forward", "output", dtype, dim, features, "forward", "", 128,
+        enter("forward", "output", dtype, dim, features, "", 128,
               portable_lolcats_forward_bytes(dim, features));
-        enter("segment_states", "state of a segment", dtype, dim, features, "segments", "Lb0E", 128,
+        enter("segment_states", "state of a segment", dtype, dim, features, "Lb0E", 128,
               PORTABLE_LOLCATS_SEGMENTS_BYTES);
     });
     KernelInfo caches;
     caches.name = "kv_cache_portable";
     caches.config = "rows between caches and the order of tokens";
-    caches.source = "lolcats_kv_cache_sm80";
     caches.symbol = "lolcats_kv_cache_kernelILb1E";
     caches.arch = PORTABLE;
     caches.threads = 128;
@@ -146,7 +139,6 @@ std::vector<KernelInfo> lolcats_decode_kernels() {
     for (const bool portable : {false, true}) {
         const auto enter = [&](KernelInfo info, DType dtype, const std::string& symbol) {
             info.name += portable ? "_portable" : "";
-            info.source = portable ? "lolcats_decode_sm80" : "lolcats_decode";
             info.symbol = concat("lolcats_", symbol, "Lb", int(portable), 'E');
             info.arch = portable ? PORTABLE : NATIVE;
             list.push_back(info);

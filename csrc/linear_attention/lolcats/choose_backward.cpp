@@ -39,14 +39,13 @@ std::string kernel_name(const LolcatsBackwardChoice& c) {
 static void add_portable(std::vector<KernelInfo>& list, DType dtype) {
     for (const int dim : {64, 128}) {
         for (const int features : {32, 64}) {
-            const auto enter = [&](const char* kind, const char* text, const char* source,
-                                   const char* kernel, const char* suffix, int threads, int bytes) {
+            const auto enter = [&](const char* kind, const char* text, const char* kernel,
+                                   const char* suffix, int threads, int bytes) {
                 KernelInfo info;
                 info.name =
                     concat(kind, "_", name_of(dtype), "_d", dim, "_f", features, "_portable");
                 info.config =
                     concat(text, ", head dimension ", dim, ", ", features, " features twice");
-                info.source = concat("lolcats_", source, "_sm80");
                 info.symbol =
                     concat("lolcats_portable_", kernel, "_kernelINS0_13LolcatsKernelILNS_5DTypeE",
                            int(dtype), "ELi", dim, "ELi", features, "EEE", suffix);
@@ -57,15 +56,14 @@ static void add_portable(std::vector<KernelInfo>& list, DType dtype) {
             };
             const int window = portable_window_gradient_bytes(dim),
                       linear = portable_linear_gradient_bytes(dim, features);
-            enter("rows", "delta of the rows", "window_gradient", "rows", "", 256, 0);
-            enter("query_gradient", "dQ", "window_gradient", "query_gradient", "", 128, window);
-            enter("key_gradient", "dK and dV", "window_gradient", "key_gradient", "", 128, window);
-            enter("linear_queries", "through the queries' features", "linear_gradient",
-                  "linear_queries", "", 256, linear);
-            enter("linear_keys", "through the keys' features", "linear_gradient", "linear_keys", "",
-                  256, linear);
-            enter("segment_state_gradients", "sums over the queries of a segment", "segments",
-                  "segment_states", "Lb1E", 128, PORTABLE_LOLCATS_SEGMENTS_BYTES);
+            enter("rows", "delta of the rows", "rows", "", 256, 0);
+            enter("query_gradient", "dQ", "query_gradient", "", 128, window);
+            enter("key_gradient", "dK and dV", "key_gradient", "", 128, window);
+            enter("linear_queries", "through the queries' features", "linear_queries", "", 256,
+                  linear);
+            enter("linear_keys", "through the keys' features", "linear_keys", "", 256, linear);
+            enter("segment_state_gradients", "sums over the queries of a segment", "segment_states",
+                  "Lb1E", 128, PORTABLE_LOLCATS_SEGMENTS_BYTES);
             enter("feature_map_gradient", "partial gradients of the feature maps",
                   "feature_map_gradient", "map_gradient", "", 128,
                   PORTABLE_FEATURE_MAP_GRADIENT_BYTES);
@@ -73,7 +71,6 @@ static void add_portable(std::vector<KernelInfo>& list, DType dtype) {
     }
     list.push_back({.name = concat("reduce_partials_", name_of(dtype), "_portable"),
                     .config = "sums of the partial gradients",
-                    .source = "lolcats_reduce_partials_sm80",
                     .symbol = concat("lolcats_reduce_partials_kernelI", symbol_of(dtype)),
                     .arch = PORTABLE,
                     .threads = 256});
@@ -83,15 +80,14 @@ std::vector<KernelInfo> lolcats_backward_kernels() {
     std::vector<KernelInfo> list;
     struct Kind {
         const char *name, *text;
-        bool source_per_dtype;
         int threads, bytes;
     };
     constexpr Kind kinds[] = {
-        {"query_gradient", "dQ", true, 384, LOLCATS_QUERY_BYTES},
-        {"key_gradient", "dK and dV", true, 512, LOLCATS_KEY_BYTES},
-        {"segment_state_gradients", "sums over the queries of a segment", false, 128,
+        {"query_gradient", "dQ", 384, LOLCATS_QUERY_BYTES},
+        {"key_gradient", "dK and dV", 512, LOLCATS_KEY_BYTES},
+        {"segment_state_gradients", "sums over the queries of a segment", 128,
          LOLCATS_SEGMENT_STATE_GRADIENTS_BYTES},
-        {"feature_map_gradient", "partial gradients of the feature maps", false, 128,
+        {"feature_map_gradient", "partial gradients of the feature maps", 128,
          LOLCATS_FEATURE_MAP_GRADIENT_BYTES},
     };
     for (const DType dtype : {DType::bf16, DType::fp16}) {
@@ -102,8 +98,6 @@ std::vector<KernelInfo> lolcats_backward_kernels() {
                     info.name = concat(kind.name, "_", name_of(dtype), "_d", dim, "_f", features);
                     info.config = concat(kind.text, ", head dimension ", dim, ", ", features,
                                          " features twice");
-                    info.source = concat("lolcats_", kind.name,
-                                         kind.source_per_dtype ? concat('_', name_of(dtype)) : "");
                     info.symbol =
                         concat("lolcats_", kind.name, "_kernelINS0_13LolcatsKernelILNS_5DTypeE",
                                int(dtype), "ELi", dim, "ELi", features, "E");
@@ -115,19 +109,16 @@ std::vector<KernelInfo> lolcats_backward_kernels() {
         }
         list.push_back({.name = concat("reduce_partials_", name_of(dtype)),
                         .config = "sums of the partial gradients",
-                        .source = "lolcats_reduce_partials",
                         .symbol = concat("lolcats_reduce_partials_kernelI", symbol_of(dtype)),
                         .threads = 256});
         add_portable(list, dtype);
     }
     list.push_back({.name = "scan",
                     .config = "sums of the segments behind each",
-                    .source = "lolcats_segment_state_gradients",
                     .symbol = "based_scan_kernelI6float4E",
                     .threads = 128});
     list.push_back({.name = "scan_portable",
                     .config = "sums of the segments before or behind each",
-                    .source = "lolcats_segments_sm80",
                     .symbol = "based_portable_scan_kernelI6float4E",
                     .arch = PORTABLE,
                     .threads = 128});

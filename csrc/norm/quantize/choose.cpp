@@ -46,7 +46,6 @@ std::vector<KernelInfo> quantize_kernels() {
                              : c.path == Path::cluster ? "in the registers of a cluster, blocks of"
                                                        : "from memory,",
                              " up to ", most_lanes(c), " threads"),
-            .source = c.portable ? "norm_quantize_sm80" : "norm_quantize",
             .symbol = symbol_of("norm_quantize_kernel", "QuantizeConfig", c),
             .arch = c.portable ? PORTABLE : NATIVE,
             .threads = most_lanes(c),

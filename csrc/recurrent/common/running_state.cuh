@@ -2,34 +2,13 @@
 // keys). It becomes an operand of products by a rounded copy in shared memory.
 #pragma once
 
+#include "csrc/linear_attention/common/fragment.cuh"
 #include "csrc/recurrent/common/chunks.cuh"
 
 namespace thunderkittens::recurrent {
 
-// Before a product that overwrites the tiles: nothing in them is needed any more.
-template <any_register_tile... Tiles>
-__device__ __forceinline__ void discard(Tiles&... tiles) {
-    const auto discard_one = [](auto& tile) {
-#pragma unroll
-        for (int j = 0; j < std::remove_cvref_t<decltype(tile)>::width; ++j) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                arch::discard_register(tile.tiles[0][j].data[i].x);
-                arch::discard_register(tile.tiles[0][j].data[i].y);
-            }
-        }
-    };
-    (discard_one(tiles), ...);
-}
-
-// Rematerialization: the same object, such that addresses in it are computed again in every round
-// of a loop. All of them kept would not leave enough registers.
-template <class Object>
-__device__ __forceinline__ Object& rematerialized(Object& object) {
-    uint32_t zero = 0;
-    arch::pin_register(zero);
-    return *(&object + zero);
-}
+using linear_attention::discard;
+using linear_attention::rematerialized;
 
 template <class T, int keys>
 struct RunningState {

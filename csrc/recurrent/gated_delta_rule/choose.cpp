@@ -137,7 +137,6 @@ std::vector<KernelInfo> gated_delta_rule_kernels() {
         info.config = concat(summary ? "what a segment makes of a state: " : "", "chunks of ",
                              DELTA_CHUNK, " tokens, K up to ", c.key_dim, ", ", c.consumers, " x ",
                              DELTA_VALUES, " columns of values, ", c.preparers, " preparing");
-        info.source = concat("gated_delta_rule_", is_walk(c) ? "walk_" : "", name_of(c.dtype));
         info.symbol = concat("23gated_delta_rule_kernelI*11DeltaKernelIL<enum>", int(c.dtype),
                              "ELi", c.key_dim, "ELi", c.consumers, "ELb", int(summary), "ELb",
                              int(is_walk(c)), "EE");
@@ -162,7 +161,6 @@ std::vector<KernelInfo> gated_delta_rule_kernels() {
             KernelInfo prepass;
             prepass.name = concat("prepass_", name_of(dtype), "_k", key_dim);
             prepass.config = concat("T and P of a chunk, for a walk over them, K up to ", key_dim);
-            prepass.source = "gated_delta_rule_prepass";
             prepass.symbol = concat("delta_prepass_kernelI*11DeltaKernelIL<enum>", int(dtype),
                                     "ELi", key_dim, "ELi1ELb0ELb1EE");
             prepass.threads = 128;
@@ -176,7 +174,6 @@ std::vector<KernelInfo> gated_delta_rule_kernels() {
                 KernelInfo info;
                 info.name = concat(kernel, "_", name_of(dtype), "_k", key_dim, "_portable");
                 info.config = concat(text, ", K up to ", key_dim);
-                info.source = "gated_delta_rule_sm80";
                 info.symbol = concat("delta_portable_", kernel, "_kernelI*DeltaTilesIL<enum>",
                                      int(dtype), "ELi", key_dim, "EE");
                 info.arch = PORTABLE;
@@ -195,7 +192,6 @@ std::vector<KernelInfo> gated_delta_rule_kernels() {
         scan.name = portable ? "scan_portable" : "scan";
         scan.config =
             concat("the states between segments, ", DELTA_SCAN_COLUMNS, " columns a block");
-        scan.source = portable ? "gated_delta_rule_scan_sm80" : "gated_delta_rule_scan";
         scan.symbol = concat("delta_scan_kernelILi", DELTA_SCAN_COLUMNS, "ELb", int(portable), 'E');
         scan.arch = portable ? PORTABLE : NATIVE;
         scan.threads = DELTA_SCAN_THREADS;

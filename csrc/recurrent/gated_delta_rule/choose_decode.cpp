@@ -52,8 +52,6 @@ std::vector<KernelInfo> gated_delta_rule_decode_kernels() {
                     info.name =
                         kernel_name(DeltaRuleDecodeConfig{dtype, portable, wide, keys_inner});
                     info.config = "1 to 8 tokens: a part of a head's state in registers";
-                    info.source =
-                        portable ? "gated_delta_rule_decode_sm80" : "gated_delta_rule_decode";
                     info.symbol =
                         concat(portable ? "delta_portable_decode_kernelI" : "delta_decode_kernelI",
                                dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half", "Lb",

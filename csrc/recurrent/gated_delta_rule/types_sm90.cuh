@@ -4,6 +4,7 @@
 
 #include <new>
 
+#include "csrc/linear_attention/common/fragment.cuh"
 #include "csrc/recurrent/gated_delta_rule/walk.h"
 #include "kittens/kittens.cuh"
 
@@ -212,25 +213,10 @@ __device__ __forceinline__ void for_each_pair(Tile& tile, F f) {
     }
 }
 
-// Before a product that overwrites the tile: nothing in it is needed any more.
-template <any_register_tile Tile>
-__device__ __forceinline__ void discard(Tile& tile) {
-    for_each_pair(tile, [](float2& x, int, int) {
-        arch::discard_register(x.x);
-        arch::discard_register(x.y);
-    });
-}
+using linear_attention::discard;
+using linear_attention::rematerialized;
 
-// The same object, such that addresses in it are computed again in every round of a loop: all of
-// them kept would not leave enough registers.
-template <class Object>
-__device__ __forceinline__ Object& rematerialized(Object& object) {
-    uint32_t zero = 0;
-    arch::pin_register(zero);
-    return *(&object + zero);
-}
-
-// The same for what depends on the lane, and on the warp of a warpgroup.
+// A lane, and a warp of a warpgroup, computed again as rematerialized() does.
 __device__ __forceinline__ int recomputed_lane() {
     uint32_t lane = uint32_t(laneid());
     arch::pin_register(lane);

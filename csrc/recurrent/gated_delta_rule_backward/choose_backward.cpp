@@ -85,12 +85,11 @@ std::vector<KernelInfo> delta_backward_kernels() {
     std::vector<KernelInfo> list;
     for (const DType dtype : {DType::bf16, DType::fp16}) {
         for (const int key_dim : {64, 128}) {
-            const auto enter = [&](std::string name, std::string text, const char* source,
-                                   const char* kernel, int threads, int bytes) {
+            const auto enter = [&](std::string name, std::string text, const char* kernel,
+                                   int threads, int bytes) {
                 KernelInfo info;
                 info.name = std::move(name);
                 info.config = std::move(text);
-                info.source = concat("delta_backward_", source, '_', name_of(dtype));
                 info.symbol =
                     concat(kernel, "DeltaTilesIL<enum>", int(dtype), "ELi", key_dim, "EE");
                 info.threads = threads;
@@ -99,18 +98,17 @@ std::vector<KernelInfo> delta_backward_kernels() {
                 return &list.back();
             };
             enter(concat("prepare_", name_of(dtype), "_k", key_dim),
-                  concat("products within chunks and H, K up to ", key_dim), "states",
+                  concat("products within chunks and H, K up to ", key_dim),
                   "delta_prepare_kernelI*", 128, delta_prepare_bytes(key_dim));
             enter(concat("states_", name_of(dtype), "_k", key_dim),
                   concat("states in both directions, 64 columns of values, K up to ", key_dim),
-                  "states", "delta_states_kernelI*", 192, delta_states_bytes(key_dim));
+                  "delta_states_kernelI*", 192, delta_states_bytes(key_dim));
             for (const int slices : {1, 2, 4}) {
                 const DeltaBackwardConfig config{dtype, key_dim, slices};
                 KernelInfo* info = enter(
                     kernel_name(config),
                     concat("gradients of a chunk, K up to ", key_dim, ", V up to ", 64 * slices),
-                    "gradients", "delta_gradients_kernelI*", 384,
-                    delta_gradients_bytes(key_dim, slices));
+                    "delta_gradients_kernelI*", 384, delta_gradients_bytes(key_dim, slices));
                 info->symbol += concat("ELi", slices, 'E');
             }
         }
@@ -121,7 +119,6 @@ std::vector<KernelInfo> delta_backward_kernels() {
                 KernelInfo info;
                 info.name = concat(kernel, "_", name_of(dtype), "_k", key_dim, "_portable");
                 info.config = concat(text, ", K up to ", key_dim);
-                info.source = concat("delta_backward_", kernel, "_sm80");
                 info.symbol = concat("delta_portable_", kernel, "_kernelI*DeltaTilesIL<enum>",
                                      int(dtype), "ELi", key_dim, "EE");
                 info.arch = PORTABLE;
@@ -138,7 +135,6 @@ std::vector<KernelInfo> delta_backward_kernels() {
     for (const bool portable : {false, true}) {
         list.push_back({.name = portable ? "gate_sums_portable" : "gate_sums",
                         .config = "sums of the chunks for A_log and dt_bias",
-                        .source = concat("delta_backward_gate_sums", portable ? "_sm80" : ""),
                         .symbol = concat("delta_gate_sums_kernelILi128ELb", int(portable), 'E'),
                         .arch = portable ? PORTABLE : NATIVE,
                         .threads = 128,

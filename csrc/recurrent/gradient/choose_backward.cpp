@@ -137,12 +137,10 @@ std::vector<KernelInfo> gradient_kernels() {
     std::vector<KernelInfo> list;
     for (const bool portable : {false, true}) {
         const auto add = [&](const std::string& name, const std::string& text,
-                             const std::string& source, const std::string& symbol, int threads,
-                             int bytes) {
+                             const std::string& symbol, int threads, int bytes) {
             KernelInfo info;
             info.name = concat(name, portable ? "_portable" : "");
             info.config = text;
-            info.source = concat("recurrent_gradient_", source, portable ? "_sm80" : "");
             info.symbol = symbol;
             info.arch = portable ? PORTABLE : NATIVE;
             info.threads = threads;
@@ -153,37 +151,33 @@ std::vector<KernelInfo> gradient_kernels() {
         for (const DType dtype : {DType::bf16, DType::fp16}) {
             const std::string type = dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half";
             const std::string name = name_of(dtype);
-            const auto of_type = [&](const char* kind) { return portable ? "tokens" : kind; };
             for (const int keys : {64, 128}) {
                 const std::string types =
                     concat("_kernelINS0_13GradientTypesILNS_5DTypeE", int(dtype), "ELi", keys);
-                const std::string chunks = portable ? "chunks" : concat("chunks_", keys, "_", name);
                 add(concat("chunks_", name, "_keys", keys),
                     concat("chunks of ", CHUNK, " tokens, ", keys, " keys; ",
                            portable ? "4 warps each: queries, keys"
                                     : "a warpgroup each: states, pairs, loads and decays"),
-                    chunks, concat("gradient_", portable ? "portable_" : "", "chunk", types),
+                    concat("gradient_", portable ? "portable_" : "", "chunk", types),
                     portable ? 256 : 384,
                     portable ? PORTABLE_GRADIENT_CHUNK_BYTES : gradient_chunk_bytes(keys));
                 add(concat("states_", name, "_keys", keys),
                     concat("states before, and gradients of those behind, every ", CHUNK,
                            " tokens; ", keys, " keys"),
-                    portable ? chunks : "states",
                     concat("gradient_", portable ? "portable_" : "", "states", types), 128,
                     portable ? portable_gradient_states_bytes(keys) : GRADIENT_STATES_BYTES);
             }
             add(concat("sum_keys_", name), "sums over the splits of a group's heads",
-                of_type("sum_keys"), concat("gradient_sum_keys_kernelI", type, flag), 256, 0);
-            add(concat("gate_", name), "gradient of the gate behind the output", of_type("gate"),
+                concat("gradient_sum_keys_kernelI", type, flag), 256, 0);
+            add(concat("gate_", name), "gradient of the gate behind the output",
                 concat("gradient_gate_kernelI", type, flag), 256, 0);
         }
-        add("gates", "log decays and weights of the tokens", "tokens",
-            concat("gradient_gates_kernelI", flag), 256, 0);
-        add("scan", "states before the segments", "tokens", concat("gradient_scan_kernelI", flag),
-            128, 0);
-        add("finish", "gradients of what decays and weights are made of", "tokens",
+        add("gates", "log decays and weights of the tokens", concat("gradient_gates_kernelI", flag),
+            256, 0);
+        add("scan", "states before the segments", concat("gradient_scan_kernelI", flag), 128, 0);
+        add("finish", "gradients of what decays and weights are made of",
             concat("gradient_finish_kernelI", flag), 128, 0);
-        add("shares", "sums over the shares of a head's tokens", "tokens",
+        add("shares", "sums over the shares of a head's tokens",
             concat("gradient_shares_kernelI", flag), 128, 0);
     }
     return list;

@@ -127,8 +127,6 @@ std::vector<KernelInfo> recurrent_kernels() {
                                    : concat("chunks of ", CHUNK, " tokens, ", shape.keys, " keys; ",
                                             shape.warpgroups, " warpgroups with ", VALUES,
                                             " columns of the values each, one of producers");
-            info.source = portable ? "recurrent_forward_sm80"
-                                   : concat("recurrent_forward_", shape.keys, "_", name_of(dtype));
             const char* const type = dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half";
             info.symbol = portable
                               ? concat("recurrent_portable_forward_kernelINS1_13PortableTypesI",

@@ -66,7 +66,6 @@ std::vector<KernelInfo> decode_kernels() {
                     info.config = concat("a few tokens: 64 columns of the values of a head, ",
                                          decode_threads(keys), " threads, states of ",
                                          wide ? "fp32" : name_of(dtype));
-                    info.source = portable ? "recurrent_decode_sm80" : "recurrent_decode";
                     // The operands' type, named again, is a substitution.
                     info.symbol =
                         concat("recurrent_decode_kernelI", symbol, wide ? "f" : "S2_", "Lb",
