@@ -98,16 +98,41 @@ def test_every_code_becomes_its_value(dtype, dim):
     torch.testing.assert_close(lse.flatten(), finite.float(), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize("rows", [1, 12])
+@pytest.mark.parametrize("format", ["e4m3", "NVFP4"])
+def test_a_key_that_is_no_number_makes_none_of_its_rows_one(format, rows, sign, code):
+    """Of either sign against queries of either sign, where other keys, and rows that do not see
+    it, are numbers."""
+    caches = [torch.zeros(1, 5, 1, 128, dtype=torch.uint8) for _ in range(2)]
+    options = {}
+    if format == "NVFP4":
+        scales = [torch.zeros(1, 5, 1, 8, dtype=torch.uint8) for _ in range(2)]
+        caches = [torch.full_like(x[..., :64], 0x22) for x in caches]
+        scales[0][0, 4, 0, 3] = code
+        names = ("k_block_scale", "v_block_scale")
+        options = {name: x.view(torch.float8_e4m3fn) for name, x in zip(names, scales, strict=True)}
+    else:
+        caches[0][0, 4, 0, 50] = code
+        caches = [x.view(torch.float8_e4m3fn) for x in caches]
+    q = torch.full((1, rows, 1, 128), sign, dtype=BF16)
+    with tk.emulate(portable=True):
+        out = tk.attention_paged(q, *caches, None, torch.tensor([5], dtype=torch.int32), **options)
+    assert bool(out[0, -1].isnan().all())
+    assert not bool(out[0, :-1].isnan().any())
+
+
 @pytest.mark.parametrize("of_q", [BF16, FP16])
 def test_every_scale_of_a_block_becomes_its_value(of_q):
-    """Of NVFP4, whose scales are e4m3, without a sign."""
-    scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    values = torch.full((127, 1, 1, 16), 0x22, dtype=torch.uint8)  # ones, two to a byte
-    lengths = torch.ones(127, dtype=torch.int32)
-    block_scales = scales.reshape(127, 1, 1, 1).repeat(1, 1, 1, 4)[..., :2].contiguous()
-    padded = torch.zeros(127, 1, 1, 4, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    """Of NVFP4, whose scales are e4m3: of either sign, with NaN and subnormals."""
+    scales = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    values = torch.full((256, 1, 1, 16), 0x22, dtype=torch.uint8)  # ones, two to a byte
+    lengths = torch.ones(256, dtype=torch.int32)
+    block_scales = scales.reshape(256, 1, 1, 1).repeat(1, 1, 1, 4)[..., :2].contiguous()
+    padded = torch.zeros(256, 1, 1, 4, dtype=torch.uint8).view(torch.float8_e4m3fn)
     padded[..., :2] = block_scales
-    q = torch.zeros(127, 1, 1, 32, dtype=of_q)
+    q = torch.zeros(256, 1, 1, 32, dtype=of_q)
     with tk.emulate(portable=True) as run:
         out = tk.attention_paged(
             q,
@@ -120,7 +145,8 @@ def test_every_scale_of_a_block_becomes_its_value(of_q):
         )
     name = "bf16" if of_q is BF16 else "fp16"
     assert [x["kernel"] for x in run.kernels] == [f"decode_portable_{name}_d128_nvfp4_8_rows"]
-    assert torch.equal(out[:, 0, 0], scales.to(of_q)[:, None].expand(127, 32))
+    expected = scales.to(of_q)[:, None].expand(256, 32)
+    torch.testing.assert_close(out[:, 0, 0], expected, rtol=0, atol=0, equal_nan=True)
 
 
 # ---- the choice ----

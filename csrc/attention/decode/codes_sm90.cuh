@@ -40,27 +40,17 @@ __device__ __forceinline__ uint32_t pair_of_e4m3(uint32_t word, int half) {
     return arch::bit_cast<uint32_t>(__nv_cvt_fp8x2_to_halfraw2(codes, __NV_E4M3));
 }
 
-// The same of a word, without an instruction for it, which GPUs before 8.9 do not have: bit 7 of a
-// magnitude is set of what is no number.
-__device__ __forceinline__ uint32_t magnitudes_of_e4m3(uint32_t word) {
-    const uint32_t magnitudes = word & 0x7f7f7f7fu;
-    return magnitudes | ((magnitudes + 0x01010101u) & 0x80808080u);
-}
-__device__ __forceinline__ uint32_t pair_of_magnitudes(uint32_t magnitudes, uint32_t word,
-                                                       int half) {
-    const uint32_t selector = half == 0 ? 0x1404 : 0x3424;
-    const uint32_t bits = arch::permute_bytes(magnitudes, 0u, selector) >> 1 |
-                          (arch::permute_bytes(word, 0u, selector) & 0x80008000u);
+// Of the upper bytes of both halves, without an instruction for it, which GPUs before 8.9 do not
+// have: exponent and mantissa lie one bit lower in fp16, where they are a number over 2^8. Results
+// are values times E4M3_SCALE: 448 just stays finite, and NaN, whose bits would be those of 480,
+// becomes an infinity, of which no_infinity makes NaN again in the sums of products.
+constexpr float E4M3_SCALE = 144.0f;  // 9 * 2^12 / 2^8
+__device__ __forceinline__ uint32_t upper_pair_of_e4m3(uint32_t word) {
+    const uint32_t bits = (word >> 1 & 0x3f803f80u) | (word & 0x80008000u);
     return arch::bit_cast<uint32_t>(
-        __hmul2(arch::bit_cast<__half2>(bits), __floats2half2_rn(256.0f, 256.0f)));
+        __hmul2(arch::bit_cast<__half2>(bits), __floats2half2_rn(36864.0f, 36864.0f)));
 }
-template <bool portable>
-__device__ __forceinline__ uint32_t low_pair_of_e4m3(uint32_t word) {
-    if constexpr (portable)
-        return pair_of_magnitudes(magnitudes_of_e4m3(word), word, 0);
-    else
-        return pair_of_e4m3(word, 0);
-}
+__device__ __forceinline__ float no_infinity(float x) { return fmaf(x, 0.0f, x); }
 
 template <class F>
 __device__ __forceinline__ void convert_by(const Codes& codes, Halves (&to)[2], F pair) {
@@ -80,13 +70,7 @@ __device__ __forceinline__ void convert(CacheFormat format, const Codes& codes, 
 }
 
 // What portable kernels take: of each word the pair of codes 0 and 2, then that of 1 and 3, which
-// without an instruction takes less. Those of e4m3 are over 2^8, an addition to the exponent that
-// stays outside of products: see unit_of.
-__device__ __forceinline__ uint2 even_and_odd_of_e4m3(uint32_t word) {
-    const uint32_t magnitudes = magnitudes_of_e4m3(word);
-    return {(magnitudes << 7 & 0x7f807f80u) | (word << 8 & 0x80008000u),
-            (magnitudes >> 1 & 0x7f807f80u) | (word & 0x80008000u)};
-}
+// without an instruction takes less.
 __device__ __forceinline__ uint2 even_and_odd_of_int8(uint32_t word) {
     const uint32_t biased = word ^ 0x80808080u;
     const __half2 offset = __floats2half2_rn(1152.0f, 1152.0f);
@@ -99,15 +83,11 @@ __device__ __forceinline__ uint2 even_and_odd_of_int8(uint32_t word) {
 template <CacheFormat format>
 __device__ __forceinline__ uint2 even_and_odd_codes(uint32_t word) {
     if constexpr (format == CacheFormat::e4m3)
-        return even_and_odd_of_e4m3(word);
+        return {upper_pair_of_e4m3(word << 8), upper_pair_of_e4m3(word)};
     else if constexpr (format == CacheFormat::e5m2)
         return {arch::permute_bytes(word, 0u, 0x2404), word & 0xff00ff00u};
     else
         return even_and_odd_of_int8(word);
-}
-template <bool portable>
-__device__ __forceinline__ float unit_of(CacheFormat format) {
-    return portable && format == CacheFormat::e4m3 ? 256.0f : 1.0f;
 }
 // Eight codes in the order in which the kernel's products take them.
 template <bool portable, CacheFormat format>
@@ -129,10 +109,18 @@ __device__ __forceinline__ uint2 e5m2_of_e2m1(uint32_t word) {
     const uint32_t even = upper(word << 4), odd = upper(word);
     return {arch::permute_bytes(even, odd, 0x5140), arch::permute_bytes(even, odd, 0x7362)};
 }
-// Scales of two blocks, or of one block of two rows.
+// Scales of two blocks, or of one block of two rows: these bytes of two words.
 template <bool portable = false>
-__device__ __forceinline__ __half2 scale_of_blocks(uint32_t scales) {
-    return arch::bit_cast<__half2>(low_pair_of_e4m3<portable>(scales));
+__device__ __forceinline__ __half2 scales_of_blocks(uint32_t first, uint32_t second, uint32_t byte,
+                                                    uint32_t other) {
+    return arch::bit_cast<__half2>(
+        portable ? upper_pair_of_e4m3(arch::permute_bytes(first, second, byte << 4 | other << 12))
+                 : pair_of_e4m3(arch::permute_bytes(first, second, byte | other << 4), 0));
+}
+template <bool portable = false>
+__device__ __forceinline__ __half2 scales_of_blocks(uint32_t scales) {
+    if constexpr (portable) return scales_of_blocks<true>(scales, 0u, 0, 1);
+    return arch::bit_cast<__half2>(pair_of_e4m3(scales, 0));
 }
 // 32 codes of NVFP4, with the scales of their two blocks in the lower half of `scales`, become
 // their values times NV_UNIT, so that one product is enough. It is exact: codes of 2^-14 are
@@ -140,7 +128,7 @@ __device__ __forceinline__ __half2 scale_of_blocks(uint32_t scales) {
 constexpr float NV_UNIT = 0x1p-14f;
 __device__ __forceinline__ void convert_nvfp4(const Codes& codes, uint32_t scales,
                                               Halves (&to)[4]) {
-    const __half2 both = scale_of_blocks(scales);
+    const __half2 both = scales_of_blocks(scales);
     const __half2 of_block[] = {__low2half2(both), __high2half2(both)};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -171,11 +159,23 @@ __device__ __forceinline__ Halves four_apart_of(uint32_t word, __half2 scale) {
 template <bool portable = false>
 __device__ __forceinline__ void convert_four_apart(const Codes& codes, uint32_t scales,
                                                    Halves (&to)[4]) {
-    const __half2 both = scale_of_blocks<portable>(scales);
+    const __half2 both = scales_of_blocks<portable>(scales);
     const __half2 of_block[] = {__low2half2(both), __high2half2(both)};
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[i] = four_apart_of(codes.words[i], of_block[i / 2]);
 }
+
+// What a value is of the number that a kernel's products take for it.
+template <class Kernel>
+__device__ __forceinline__ float unit_of(CacheFormat format) {
+    constexpr float of_e4m3 = Kernel::portable ? 1.0f / E4M3_SCALE : 1.0f;
+    if constexpr (Kernel::nvfp4) return of_e4m3 / NV_UNIT;
+    return Kernel::portable && format == CacheFormat::e4m3 ? of_e4m3 : 1.0f;
+}
+// Whether an infinity in sums stands for NaN.
+template <bool portable, CacheFormat format>
+constexpr bool has_infinities =
+    portable && (format == CacheFormat::e4m3 || format == CacheFormat::nvfp4);
 
 // Of a number that is no subnormal; and the power of two of an exponent, within those of fp32.
 __device__ __forceinline__ int exponent_of(float largest) {

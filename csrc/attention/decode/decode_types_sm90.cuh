@@ -41,11 +41,11 @@ struct Kernel {
     static constexpr bool token_scales = codes && !nvfp4;  // slots have them
     // Copies of so many slots are on their way at a time; of few rows, of all that are free.
     static constexpr int lag = staged ? config.staged : std::max(slots - 2, 1);
-    // Of NVFP4 and few rows, where instructions limit, the producers take turns at blocks: what it
-    // takes to look a page up and to wait for a slot does not depend on how many rows a warp has.
-    // The ring is so long that none comes to a slot a second time before its last but one use is
-    // over: a parity tells no more apart.
-    static constexpr int producer_turns = few_rows && nvfp4 && !portable ? producers : 1;
+    // Where instructions limit, of few rows of NVFP4 and of all codes of portable kernels, the
+    // producers take turns at blocks: what it takes to look a page up and to wait for a slot does
+    // not depend on how many rows a warp has. The ring is so long that none comes to a slot a
+    // second time before its last but one use is over: a parity tells no more apart.
+    static constexpr int producer_turns = few_rows && (portable ? codes : nvfp4) ? producers : 1;
     static_assert(slots >= 2 * producer_turns - 1);
     static constexpr int producer_rows = BLOCK_N * producer_turns / producers;
     static constexpr int slot_arrivals = WARP_THREADS * producers / producer_turns;

@@ -109,7 +109,7 @@ struct EightRowsConsumer : FewRowsConsumer<Kernel> {
                 codes[lower] = arch::bit_cast<Codes>(arch::load_shared<uint4>(
                     chunk_behind<k_tile>(first + 8 * lower * row_bytes<k_tile>, chunk)));
                 if constexpr (Kernel::nvfp4) {
-                    scales[lower] = scale_of_blocks<Kernel::portable>(
+                    scales[lower] = scales_of_blocks<Kernel::portable>(
                         arch::load_shared<uint16_t>(block_scale_of_key(lower, i)));
                 }
             }
@@ -128,7 +128,10 @@ struct EightRowsConsumer : FewRowsConsumer<Kernel> {
             }
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x[i] = sums[0][i] + sums[1][i];
+        for (int i = 0; i < 4; ++i) {
+            x[i] = sums[0][i] + sums[1][i];
+            if constexpr (has_infinities<Kernel::portable, format>) x[i] = no_infinity(x[i]);
+        }
     }
     // The part-th eight of 16 bytes.
     template <CacheFormat format>
@@ -264,11 +267,14 @@ struct EightRowsConsumer : FewRowsConsumer<Kernel> {
             release();
         }
         restore_segment<Kernel>(shared, segment);
-        const float v_scale = scale_of_head(g.v_scale, segment.b(), segment.item.kv_head) *
-                              (Kernel::nvfp4      ? 1.0f / NV_UNIT
-                               : g.v_scale.tokens ? power_of_two(v_exponent)
-                                                  : 1.0f) *
-                              unit_of<Kernel::portable>(format);
+        if constexpr (has_infinities<Kernel::portable, format>) {
+#pragma unroll
+            for (int i = 0; i < 4 * columns; ++i) o[i / 4][i % 4] = no_infinity(o[i / 4][i % 4]);
+        }
+        const float v_scale =
+            scale_of_head(g.v_scale, segment.b(), segment.item.kv_head) *
+            (!Kernel::nvfp4 && g.v_scale.tokens ? power_of_two(v_exponent) : 1.0f) *
+            unit_of<Kernel>(format);
         scale_output(o, {v_scale, v_scale});
         softmax.reduce_sum();
         if (segment.stale) softmax.sum = {NAN, NAN};

@@ -62,10 +62,9 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     }
 
   protected:
-    // In a register, where it would be computed anew for each block: of NVFP4, whose instructions
-    // are what limits.
+    // In a register, where it would be computed anew for each block: where instructions limit.
     static __device__ __forceinline__ uint32_t kept(uint32_t address) {
-        if constexpr (Kernel::nvfp4) arch::pin_register(address);
+        if constexpr (Kernel::portable ? Kernel::codes : Kernel::nvfp4) arch::pin_register(address);
         return address;
     }
     __device__ __forceinline__ void release() {
@@ -97,7 +96,7 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     __device__ __forceinline__ void load_query(const Segments& segment, Query& query) {
         const float scale = scale_of_head(g.k_scale, segment.b(), segment.item.kv_head) *
                             scale_of_head(g.q_scale, segment.b(), segment.item.kv_head) *
-                            (Kernel::nvfp4 ? 1.0f / NV_UNIT : unit_of<Kernel::portable>(g.format));
+                            unit_of<Kernel>(g.format);
         if constexpr (Kernel::any_rows) {
             warpgroup::sync(1);  // results that were there have gone
 #pragma unroll 1
@@ -176,6 +175,10 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
             return arch::permute_bytes(x.pairs[i], x.pairs[i + 1], selector);
         };
         return {{pair(0, 0x5410), pair(0, 0x7632), pair(2, 0x5410), pair(2, 0x7632)}};
+    }
+    template <any_register_tile Tile>
+    static __device__ __forceinline__ void forget_infinities(Tile& x) {
+        for_each_element(x, [](float& value, int, bool) { value = no_infinity(value); });
     }
     __device__ __forceinline__ float query_factor(int row) const {
         return arch::load_shared<float>(arch::shared_address(&shared.factors[first_row() + row]));
@@ -330,9 +333,8 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
         __device__ __forceinline__ __half2 pair(int chunk, int high) const {
             const int word = chunk / 2;
             const uint32_t byte = 2 * (chunk % 2) + laneid() / 16;
-            const uint32_t both = arch::permute_bytes(
-                rows[2 * high].words[word], rows[2 * high + 1].words[word], byte | (byte + 4) << 4);
-            return scale_of_blocks<Kernel::portable>(both);
+            return scales_of_blocks<Kernel::portable>(
+                rows[2 * high].words[word], rows[2 * high + 1].words[word], byte, byte + 4);
         }
     };
 
@@ -379,11 +381,10 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
         if constexpr (Kernel::codes) {
             if (Kernel::portable)
                 v_scale = scale_of_head(g.v_scale, segment.b(), segment.item.kv_head);
-            const float scale = v_scale *
-                                (Kernel::nvfp4      ? 1.0f / NV_UNIT
-                                 : g.v_scale.tokens ? power_of_two(v_exponent)
-                                                    : 1.0f) *
-                                unit_of<Kernel::portable>(format);
+            if constexpr (has_infinities<Kernel::portable, format>) forget_infinities(o);
+            const float scale =
+                v_scale * (!Kernel::nvfp4 && g.v_scale.tokens ? power_of_two(v_exponent) : 1.0f) *
+                unit_of<Kernel>(format);
             scale_rows(o, {scale, scale});
         }
         softmax.reduce_sum();
@@ -431,6 +432,7 @@ struct FewRowsConsumer : PartOfBlock<Kernel> {
     __device__ __forceinline__ void score(scores& x, const Query& query) {
         zero_tile(x);
         score_keys<format>(x, query);
+        if constexpr (has_infinities<Kernel::portable, format>) forget_infinities(x);
         if constexpr (Kernel::codes)
             scale_rows(x, {query_factor(laneid() / 4), query_factor(laneid() / 4 + 8)});
         if constexpr (Kernel::token_scales) {

@@ -205,10 +205,17 @@ struct Producer {
         const Element* mine[lane_rows];
 #pragma unroll
         for (int n = 0; n < lane_rows; ++n) mine[n] = address(rows, places.rows[n], head);
-        for_each_copy<Tile>([&](int, int row, int column) {
-            const Element* from = arch::shuffle(mine[0], row % WARP_THREADS);
+        constexpr int row_copies = Tile::cols / per_copy;
+        for_each_copy<Tile>([&](int i, int row, int column) {
+            // Those of the lanes' rows that the copies of a warp may be of.
+            const int least = Kernel::portable ? i / row_copies : 0;
+            const int most = Kernel::portable
+                                 ? (i * WARP_THREADS + WARP_THREADS - 1) / row_copies / WARP_THREADS
+                                 : lane_rows - 1;
+            const Element* from = arch::shuffle(mine[least], row % WARP_THREADS);
 #pragma unroll
             for (int n = 1; n < lane_rows; ++n) {
+                if (n <= least || n > most) continue;
                 const Element* const other = arch::shuffle(mine[n], row % WARP_THREADS);
                 if (row / WARP_THREADS == n) from = other;
             }
@@ -234,12 +241,19 @@ struct Producer {
 #pragma unroll
             for (int i = 0; i < period; ++i)
                 to[i] = tile.address_of(first + row + i * step, column);
+            const auto copy = [&](auto all) {
 #pragma unroll
-            for (int i = 0; i < warp_rows / step; ++i) {
-                arch::cp_async<16>(to[i % period] + i / period * period * step * pitch, source,
-                                   from + i * step < count);
-                source += step * rows.token_stride;
-            }
+                for (int i = 0; i < warp_rows / step; ++i) {
+                    arch::cp_async<16>(to[i % period] + i / period * period * step * pitch, source,
+                                       decltype(all)::value || from + i * step < count);
+                    source += step * rows.token_stride;
+                }
+            };
+            // (Of portable kernels: with this, the machine code of the Hopper kernel changes.)
+            if (Kernel::portable && count == warp_rows)
+                copy(std::true_type{});
+            else
+                copy(std::false_type{});
         } else {
             for_each_copy<Tile>([&](int, int row, int column) {
                 arch::cp_async<16>(tile.address_of(first + row, column),
