@@ -12,12 +12,13 @@
 namespace thunderkittens::nvfp4_gemm {
 namespace {
 
-// As few stages as have 36 KB of the weight on their way, which is what memory delivers meanwhile:
-// a warp fills its ring before its first product. As many as leave room for so many blocks, if that
-// is fewer; 0 where there is none for two.
+// As few stages as have 36 KB on their way, which is what memory delivers meanwhile: a warp fills
+// its ring, rows of a too, before its first product. As many as leave room for so many blocks, if
+// that is fewer; 0 where there is none for two.
 int few_rows_stages(Config config, int strips, int blocks, const DeviceProperties& device) {
     const int room = (device.shared_bytes_per_block + 1024) / blocks - 1024;
-    const int bytes = blocks * config.k_groups * strips * STRIP_BYTES;
+    const int bytes =
+        blocks * config.k_groups * (config.tokens * PIECE * 2 + strips * STRIP_BYTES);
     int most = 0;
     for (config.stages = 2; config.stages <= FEW_ROWS_STAGES; ++config.stages) {
         if (few_rows_shared_bytes(config, strips) > room) break;
