@@ -13,6 +13,7 @@ Such tests find fresh memory filled with NaN. Random numbers are seeded by the t
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import tempfile
 import zlib
@@ -276,6 +277,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    # Some twenty thousand tests, which the collector need not look at again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

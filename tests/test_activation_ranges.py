@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import thunderkittens as tk
+from helpers.cover import alternate
 from helpers.numerics import FLUSHED, assert_accurate
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -172,8 +173,7 @@ PRODUCTS = {
 ROWS = (1, 20, 70, 300)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@alternate(("activation", "dtype"), ACTIVATIONS, [BF16, FP16])
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_products(device, product, activation, dtype):
     function, options = PRODUCTS[product]

@@ -15,7 +15,7 @@ from helpers.attention import assert_attention, normal, score_options
 from test_attention_kernels import BACKWARD, DTYPES, fields, kernels, spared
 
 ROWS = 66  # of queries of a sequence: two blocks of 64
-OFFSETS = range(131)  # further keys: beyond those of one block
+FURTHER = 131  # most further keys: beyond those of one block
 MASKS = {
     "causal": {"causal": True},
     "window": {"window_size": (75, 17)},
@@ -50,11 +50,12 @@ class Sequences:
     the keys that it sees, by their number modulo the head dimension; one more or one less changes
     any result by more than all its rounding errors."""
 
-    def __init__(self, match, mask):
+    def __init__(self, match, mask, intensity):
+        offsets = range(0, FURTHER, 3 if intensity == 1 else 1)
         self.dim, self.value_dim = int(match[3]), int(match[4] or match[3])
-        self.k_lengths = [ROWS + offset for offset in OFFSETS]
+        self.k_lengths = [ROWS + offset for offset in offsets]
         rows, keys = torch.arange(ROWS), torch.arange(self.k_lengths[-1])
-        last = rows + torch.tensor(OFFSETS)[:, None]
+        last = rows + torch.tensor(offsets)[:, None]
         first = torch.zeros_like(last)
         if "window_size" in mask:
             left, right = mask["window_size"]
@@ -65,13 +66,13 @@ class Sequences:
         self.q = 2.0**-10 * unit(rows, self.dim)
         self.k, self.v = unit(keys, self.dim), unit(keys, self.value_dim)
         self.out = (self.seen.double() @ self.v) / self.count[..., None]
-        edges = [torch.tensor([ROWS] * len(OFFSETS)), torch.tensor(self.k_lengths)]
+        edges = [torch.tensor([ROWS] * len(offsets)), torch.tensor(self.k_lengths)]
         edges = [torch.nn.functional.pad(x.cumsum(0), (1, 0)).int() for x in edges]
         self.packing = [*edges, ROWS, self.k_lengths[-1]]
         self.exists = exists
 
     def operands(self):
-        q = self.q.repeat(len(OFFSETS), 1)
+        q = self.q.repeat(len(self.k_lengths), 1)
         k, v = (torch.cat([x[:n] for n in self.k_lengths]) for x in (self.k, self.v))
         return [x[:, None].bfloat16() for x in (q, k, v)]
 
@@ -93,8 +94,8 @@ def unit(numbers, dim):
 @pytest.mark.parametrize(
     ("name", "match", "stages", "mask"), masked_kernels("attention", "forward", "split_kv")
 )
-def test_rows_see_the_keys_up_to_the_edge(name, match, stages, mask):
-    sequences = Sequences(match, MASKS[mask])
+def test_rows_see_the_keys_up_to_the_edge(name, match, stages, mask, intensity):
+    sequences = Sequences(match, MASKS[mask], intensity)
     config = fields(match, stages)
     with tk.emulate("late_mma", config=config, sm_count=2, check_order=False) as run:
         out, lse = tk.attention_varlen(
@@ -110,8 +111,8 @@ def test_rows_see_the_keys_up_to_the_edge(name, match, stages, mask):
 @pytest.mark.parametrize(
     ("name", "match", "stages", "mask"), masked_kernels("attention_backward", *BACKWARD)
 )
-def test_gradients_of_the_keys_up_to_the_edge(name, match, stages, mask):
-    sequences = Sequences(match, MASKS[mask])
+def test_gradients_of_the_keys_up_to_the_edge(name, match, stages, mask, intensity):
+    sequences = Sequences(match, MASKS[mask], intensity)
     grad_out = sequences.count[..., None] * unit(torch.arange(ROWS), sequences.value_dim)
     out, lse = sequences.out.flatten(0, 1), sequences.count.log().flatten()
     window = MASKS[mask].get("window_size", (-1, -1))

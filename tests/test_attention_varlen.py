@@ -35,7 +35,7 @@ from helpers.attention import (
     plain_lse,
     sink_noise,
 )
-from helpers.cover import cover, over
+from helpers.cover import alternate, cover, over
 from helpers.guard import assert_guards_intact
 from helpers.layouts import embed
 
@@ -292,8 +292,7 @@ def test_any_lengths(device, lengths, heads, dim, mask, scores, tail):
         assert_attention((part, log), *operands, **options)
 
 
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("causal", [False, True])
+@alternate(("dim", "causal"), [64, 96, 128, 256], [False, True])
 def test_neighbours_do_not_touch(device, causal, dim):
     """NaN and infinities in one sequence stay there, forward and backward."""
     batch = example(device, dim=dim)

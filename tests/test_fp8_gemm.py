@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import thunderkittens as tk
-from helpers.cover import cover, over
+from helpers.cover import alternate, cover, over
 from helpers.layouts import matrix
 from helpers.numerics import assert_accurate, fp8_products
 from thunderkittens import emulation
@@ -162,9 +162,12 @@ def cancelled(shape, dtype, device):
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "row", "block", "fine"])
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("fill", [any_bytes, cut_off, cancelled, normal])
+@alternate(
+    ("fill", "kind"),
+    [any_bytes, cut_off, cancelled, normal],
+    ["tensor", "row", "block", "fine"],
+)
 def test_bound_of_sums(device, fill, pair, kind):
     """Of all codes, and where the bound is nearly reached: the sums of 128 miss by no more than
     what the tensor cores cut, and are added in fp32. Without promotion one sum has all of k."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import thunderkittens as tk
-from helpers.cover import cover, over
+from helpers.cover import alternate, cover, over
 from helpers.layouts import matrix
 from helpers.numerics import accumulation_slack, assert_accurate
 from thunderkittens import _C, info
@@ -130,10 +130,11 @@ TILES = [
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize(
-    "cluster", ["alone", "split", "split_once", "shared", "stream_k", "shared_stream_k"]
+@alternate(
+    ("cluster", "dtype"),
+    ["alone", "split", "split_once", "shared", "stream_k", "shared_stream_k"],
+    [BF16, FP16],
 )
-@pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("tile", TILES)
 def test_every_kernel_on_the_emulator(tile, dtype, cluster):
     """A few blocks, more tiles than blocks, ragged in every dimension, adversarial order."""

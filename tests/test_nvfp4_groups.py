@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import thunderkittens as tk
+from helpers.cover import alternate
 from test_nvfp4_gemm import BF16, FP32, TILES, check, prepared
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("blocks", [1, 3, 40])
-@pytest.mark.parametrize("splits", [2, 4])
+@alternate(("blocks", "splits"), [1, 3, 40], [2, 4])
 @pytest.mark.parametrize("tile", [TILES[0], TILES[3]])
 def test_groups_whose_k_is_divided_on_the_emulator(tile, splits, blocks):
     """Clusters with several tiles and, as only the device knows the groups, with none."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import thunderkittens as tk
+from helpers.cover import alternate
 from helpers.layouts import HEAD_LAYOUTS, heads, spread
 from helpers.recurrent import GROUPS_AND_SHAPES, normal, ssd_call
 from helpers.recurrent_gradient import (
@@ -61,15 +62,13 @@ def check_linear(operands, options):
     assert_linear_gradients(found, operands, options, outside)
 
 
-@pytest.mark.parametrize("dims", [(64, 128), (64, 64), (128, 64)])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@alternate(("dims", "dtype"), [(64, 128), (64, 64), (128, 64), (128, 128)], [BF16, FP16])
 def test_ssd(device, dtype, dims):
     for length in LENGTHS:
         check_ssd(*ssd_call((1, 2, length), dims, dtype=dtype, device=device))
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
+@alternate(("dims", "dtype"), [(64, 64), (128, 128)], [BF16, FP16])
 def test_linear_attention(device, dtype, dims):
     for length in LENGTHS:
         check_linear(*linear_call((1, 1, length), dims, dtype=dtype, device=device))

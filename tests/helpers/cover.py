@@ -28,6 +28,17 @@ def over_forced(*values: Sequence[Any]) -> pytest.MarkDecorator:
     return over(cases)
 
 
+def alternate(names: Sequence[str], *values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrizes a test over all combinations of the values; at intensity 1 over each other one,
+    as the squares of one colour on a chess-board."""
+    cases = []
+    for indices in itertools.product(*(range(len(v)) for v in values)):
+        marks = pytest.mark.intensity(1 + sum(indices) % 2)
+        chosen = [v[i] for v, i in zip(values, indices, strict=True)]
+        cases.append(pytest.param(*chosen, marks=marks))
+    return pytest.mark.parametrize(tuple(names), cases)
+
+
 def cover(options: Mapping[str, Sequence[Any]], intensity: int) -> list[dict[str, Any]]:
     """Cases that hold every value (intensity 1), every pair (2) or every triple (3) of values of
     different options at least once; all combinations at 4.

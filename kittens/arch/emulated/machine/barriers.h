@@ -212,6 +212,7 @@ inline void complete_named_barrier(NamedBarrier& b) {
     b.published.join(b.arriving);
     b.published.version = ++machine->versions;
     b.arriving.forget();
+    for (Thread* t : b.arrived) t->arrived &= static_cast<uint16_t>(~b.bit);
     b.arrived.clear();
     b.expected = 0;
     ++b.generation;
@@ -227,22 +228,24 @@ inline void use_barrier(int id, int threads, bool waits, bool whole_block) {
     Block& block = *t.block;
     if (id < 0 || id > 15) fail("named barrier " + std::to_string(id) + "; there are 0 to 15");
     NamedBarrier& b = block.named[static_cast<size_t>(id)];
-    const std::string name = "named barrier " + std::to_string(id);
+    const auto name = [id] { return "named barrier " + std::to_string(id); };
     if (!whole_block && (threads % 32 != 0 || threads <= 0 || threads > 1024)) {
-        fail(name + " of " + std::to_string(threads) +
+        fail(name() + " of " + std::to_string(threads) +
              " threads; legal are multiples of 32 up to 1024");
     }
     if (b.expected != 0 && b.expected != threads) {
-        fail(name + ": this thread counts " + std::to_string(threads) + " threads, others " +
+        fail(name() + ": this thread counts " + std::to_string(threads) + " threads, others " +
              std::to_string(b.expected));
     }
-    if (std::find(b.arrived.begin(), b.arrived.end(), &t) != b.arrived.end()) {
-        fail(name + ": this thread arrives twice in a round of " + std::to_string(threads) +
+    b.bit = static_cast<uint16_t>(1u << id);
+    if ((t.arrived & b.bit) != 0) {
+        fail(name() + ": this thread arrives twice in a round of " + std::to_string(threads) +
              " threads, of which " + std::to_string(b.arrived.size()) + " have arrived");
     }
     b.expected = threads;
     b.whole_block = whole_block;
     b.arrived.push_back(&t);
+    t.arrived |= b.bit;
     release_to(b.arriving, t);
     const uint64_t generation = b.generation;
     if (is_complete(block, b)) {

@@ -362,7 +362,7 @@ void wait_for_stores(size_t pending, bool only_read) {
         t.stores[g].clear();
     }
 }
-inline void complete_any_store(std::mt19937_64& random) {
+inline void complete_any_store(Random& random) {
     Block& block = machine->blocks[random() % machine->blocks.size()];
     Thread& t = block.threads[random() % block.threads.size()];
     for (auto& group : t.stores) {

@@ -5,7 +5,7 @@
 
 #include <sys/mman.h>
 
-#include <array>
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -36,15 +36,20 @@ constexpr size_t STACK_BYTES = size_t(1) << 20;
 constexpr size_t STACK_BYTES = size_t(256) << 10;
 #endif
 
-// Memory for stacks, kept by each host thread for its next launch. The lowest page is a guard.
+struct Stack {
+    char* memory = nullptr;   // its lowest page is a guard
+    char* reached = nullptr;  // how far down threads were that have run on it; null: all is zero
+};
+
+// Memory for stacks, kept by each host thread for its next launch.
 class StackPool {
   public:
     ~StackPool() {
-        for (char* stack : free_) munmap(stack, STACK_BYTES);
+        for (const Stack& stack : free_) munmap(stack.memory, STACK_BYTES);
     }
-    char* take() {
+    Stack take() {
         if (!free_.empty()) {
-            char* stack = free_.back();
+            const Stack stack = free_.back();
             free_.pop_back();
             return stack;
         }
@@ -52,12 +57,12 @@ class StackPool {
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (stack == MAP_FAILED) throw std::bad_alloc();
         mprotect(stack, 4096, PROT_NONE);
-        return static_cast<char*>(stack);
+        return {.memory = static_cast<char*>(stack)};
     }
-    void give_back(char* stack) { free_.push_back(stack); }
+    void give_back(const Stack& stack) { free_.push_back(stack); }
 
   private:
-    std::vector<char*> free_;
+    std::vector<Stack> free_;
 };
 inline thread_local StackPool stack_pool;
 
@@ -74,13 +79,14 @@ class Fiber {
   public:
     using Entry = void (*)();
 
-    void start(char* stack, Entry entry) {
-        stack_ = stack;
+    void start(const Stack& of, Entry entry) {
+        stack_ = of;
+        char* const stack = of.memory;
 #if defined(KITTENS_ASAN)
         __asan_unpoison_memory_region(stack + 4096, STACK_BYTES - 4096);
 #endif
         // Registers that a thread has not written hold NaN.
-        poison(stack);
+        poison(stack_);
 #if defined(__x86_64__) && !defined(KITTENS_PORTABLE_FIBERS)
         // As a call would leave it: aligned to 16 bytes before the return address is pushed.
         auto* top = reinterpret_cast<void**>(stack + STACK_BYTES - 64);
@@ -96,32 +102,29 @@ class Fiber {
         makecontext(&context_, entry, 0);
 #endif
     }
-    char* stack() const { return stack_; }
-    // The stack's upper 16 KiB. What an earlier thread has not reached is still so, and to see that
-    // costs half of writing it.
-    static void poison(char* stack) {
-        constexpr size_t POISONED = size_t(16) << 10, PIECE = 512;
-        static constexpr auto PATTERN = [] {
-            std::array<char, PIECE> a{};
-            a.fill(static_cast<char>(0xff));
-            return a;
-        }();
-        char* from = stack + STACK_BYTES - POISONED;
-        while (from < stack + STACK_BYTES && std::memcmp(from, PATTERN.data(), PIECE) == 0) {
-            from += PIECE;
-        }
-        std::memset(from, 0xff, static_cast<size_t>(stack + STACK_BYTES - from));
+    const Stack& stack() const { return stack_; }
+    // The upper 16 KiB, or of these what threads have reached since. How far down they were is seen
+    // where they switch; in between a thread may go 4 KiB further.
+    static void poison(Stack& stack) {
+        constexpr size_t POISONED = size_t(16) << 10, FURTHER = size_t(4) << 10;
+        char* const top = stack.memory + STACK_BYTES;
+        char* const last = top - POISONED;
+        char* const from = stack.reached ? std::max(stack.reached - FURTHER, last) : last;
+        std::memset(from, 0xff, static_cast<size_t>(top - from));
+        stack.reached = top;
     }
 
     // Leaves `from`, whose state is kept unless it is over, and continues `to`.
     static void change(Fiber& from, Fiber& to, bool from_is_over = false) {
 #if defined(KITTENS_ASAN)
-        const void* bottom = to.stack_ ? to.stack_ + 4096 : to.host_bottom_;
-        const size_t size = to.stack_ ? STACK_BYTES - 4096 : to.host_size_;
+        const void* bottom = to.stack_.memory ? to.stack_.memory + 4096 : to.host_bottom_;
+        const size_t size = to.stack_.memory ? STACK_BYTES - 4096 : to.host_size_;
         __sanitizer_start_switch_fiber(from_is_over ? nullptr : &from.fake_, bottom, size);
 #else
         (void)from_is_over;
 #endif
+        auto* const here = static_cast<char*>(__builtin_frame_address(0));
+        from.stack_.reached = std::min(from.stack_.reached, here);
 #if defined(__x86_64__) && !defined(KITTENS_PORTABLE_FIBERS)
         switch_stack(&from.pointer_, to.pointer_);
 #else
@@ -141,7 +144,7 @@ class Fiber {
     }
 
   private:
-    char* stack_ = nullptr;
+    Stack stack_;
 #if defined(__x86_64__) && !defined(KITTENS_PORTABLE_FIBERS)
     void* pointer_ = nullptr;
 #else

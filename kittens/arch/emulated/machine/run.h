@@ -160,7 +160,7 @@ class ClusterRun {
         for (Block& block : cluster_.blocks) {
             block_memory.take_back(block);
             for (Thread& t : block.threads) {
-                if (t.fiber.stack()) stack_pool.give_back(t.fiber.stack());
+                if (t.fiber.stack().memory) stack_pool.give_back(t.fiber.stack());
             }
         }
     }

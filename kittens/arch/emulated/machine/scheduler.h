@@ -13,7 +13,7 @@ namespace emulated {
 inline bool execute_next_product(Warpgroup& group);
 inline bool product_can_execute(const Warpgroup& group);
 inline void complete_copy(size_t index);
-inline void complete_any_store(std::mt19937_64& random);
+inline void complete_any_store(Random& random);
 inline void finish_thread(Thread& t);
 inline void finish_cluster();
 

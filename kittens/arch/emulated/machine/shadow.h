@@ -206,7 +206,7 @@ template <class Compute>
 inline void run_in_warp(const char* name, Compute compute, bool only_alive = false) {
     Thread& t = self();
     Warp& w = warp_of(t);
-    if (w.arrived != 0 && std::strcmp(w.operation, name) != 0) {
+    if (w.arrived != 0 && w.operation != name && std::strcmp(w.operation, name) != 0) {
         fail(std::string("the warp diverges: this lane calls ") + name + " while others are in " +
              w.operation);
     }

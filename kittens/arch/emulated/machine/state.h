@@ -13,7 +13,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -144,6 +143,19 @@ inline std::shared_ptr<const Others> united(std::shared_ptr<const Others> a,
     return both;
 }
 
+// SplitMix64: a policy draws several numbers for every switch of threads.
+struct Random {
+    uint64_t state = 0;
+
+    void seed(uint64_t value) { state = value; }
+    uint64_t operator()() {
+        uint64_t x = state += 0x9e3779b97f4a7c15u;
+        x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+        x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+        return x ^ x >> 31;
+    }
+};
+
 struct Block;
 struct Cluster;
 struct Thread;
@@ -171,6 +183,7 @@ struct Barrier {
 struct NamedBarrier {
     int expected = 0;  // 0: nobody has arrived
     bool whole_block = false;
+    uint16_t bit = 0;  // of Thread::arrived
     std::vector<Thread*> arrived, waiting;
     uint64_t generation = 0;
     Clock arriving, published;
@@ -216,6 +229,7 @@ struct Thread {
     int lane = 0, warp = 0;
     uint3 at{0, 0, 0};
     bool finished = false, is_ready = false;
+    uint16_t arrived = 0;  // at which named barriers, a bit each
     Waiting waiting;
     Clock clock;
     uint64_t cluster_waited = 0;  // phase of the cluster's barrier
@@ -417,7 +431,7 @@ struct Cluster {
     std::deque<Thread*> ready;
     Fiber host;
     Thread* current = nullptr;
-    std::mt19937_64 random;
+    Random random;
     std::deque<Copy> copies;
     int finished = 0, thread_count = 0;
     uint64_t progress = 0;
