@@ -51,8 +51,8 @@ constexpr int NATIVE = 90, PORTABLE = 80;
 struct KernelInfo {
     std::string name;    // unique within the op, readable: "bf16_128x256x64_2cta"
     std::string config;  // one line for people: tile shape, stages, roles
-    // Part of the mangled name, which tells it from the family's other kernels for `arch`. `*` stands for any
-    // letters and digits, `<enum>` for the name of an enumeration, see symbol_of().
+    // Part of the mangled name, which tells it from the family's other kernels for `arch`. `*`
+    // stands for any letters and digits, `<enum>` for an enumeration's name, see symbol_of().
     std::string symbol;
     int arch = NATIVE;
     int threads = 0;       // per block

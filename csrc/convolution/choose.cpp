@@ -167,7 +167,6 @@ std::vector<KernelInfo> update_kernels() {
         for (int width = MIN_WIDTH; width <= MAX_WIDTH; ++width) {
             list.push_back(kernel(kernel_name(UpdateChoice{dtype, width, portable}),
                                   "16 bytes of channels a lane, 256 threads",
-                                  "causal_conv1d_update",
                                   concat(mangled("causal_conv1d_update_kernel"), "ILi", int(dtype),
                                          "ELi", width, "ELb", int(portable), 'E'),
                                   portable));

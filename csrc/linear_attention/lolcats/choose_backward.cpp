@@ -65,7 +65,7 @@ static void add_portable(std::vector<KernelInfo>& list, DType dtype) {
             enter("segment_state_gradients", "sums over the queries of a segment", "segment_states",
                   "Lb1E", 128, PORTABLE_LOLCATS_SEGMENTS_BYTES);
             enter("feature_map_gradient", "partial gradients of the feature maps",
-                  "feature_map_gradient", "map_gradient", "", 128,
+                  "map_gradient", "", 128,
                   PORTABLE_FEATURE_MAP_GRADIENT_BYTES);
         }
     }
