@@ -17,8 +17,7 @@ namespace {
 // that is fewer; 0 where there is none for two.
 int few_rows_stages(Config config, int strips, int blocks, const DeviceProperties& device) {
     const int room = (device.shared_bytes_per_block + 1024) / blocks - 1024;
-    const int bytes =
-        blocks * config.k_groups * (config.tokens * PIECE * 2 + strips * STRIP_BYTES);
+    const int bytes = blocks * config.k_groups * (config.tokens * PIECE * 2 + strips * STRIP_BYTES);
     int most = 0;
     for (config.stages = 2; config.stages <= FEW_ROWS_STAGES; ++config.stages) {
         if (few_rows_shared_bytes(config, strips) > room) break;

@@ -64,9 +64,8 @@ static void add_portable(std::vector<KernelInfo>& list, DType dtype) {
             enter("linear_keys", "through the keys' features", "linear_keys", "", 256, linear);
             enter("segment_state_gradients", "sums over the queries of a segment", "segment_states",
                   "Lb1E", 128, PORTABLE_LOLCATS_SEGMENTS_BYTES);
-            enter("feature_map_gradient", "partial gradients of the feature maps",
-                  "map_gradient", "", 128,
-                  PORTABLE_FEATURE_MAP_GRADIENT_BYTES);
+            enter("feature_map_gradient", "partial gradients of the feature maps", "map_gradient",
+                  "", 128, PORTABLE_FEATURE_MAP_GRADIENT_BYTES);
         }
     }
     list.push_back({.name = concat("reduce_partials_", name_of(dtype), "_portable"),
