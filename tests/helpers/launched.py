@@ -138,7 +138,7 @@ def _lolcats(name: str, choice: Mapping, call: Mapping) -> Iterator[Launch]:
     if split:
         yield "lolcats", name.replace("forward", "segment_states")
     if split and portable:
-        yield "lolcats_backward", f"scan_{choice['dtype']}_portable"
+        yield "lolcats_backward", "scan_portable"
     elif choice["segments"] > 4:
         yield "lolcats", "scan"
     if call.get("return_state") or call.get("lengths") is not None:
