@@ -229,6 +229,11 @@ std::string symbol_of(const std::string& kernel, Enum value) {
     return concat(kernel.size(), kernel, "I*L<enum>", static_cast<int>(value), 'E');
 }
 
+// What a type is in the symbol of a template over it.
+constexpr const char* symbol_of(DType dtype) {
+    return dtype == DType::bf16 ? "13__nv_bfloat16" : dtype == DType::fp16 ? "6__half" : "f";
+}
+
 template <typename Problem, typename Config>
 bool register_op(const std::string& op, const std::string& family,
                  std::vector<KernelInfo> (*kernels)(),

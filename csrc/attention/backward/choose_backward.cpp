@@ -208,7 +208,7 @@ KernelInfo portable_backward_info(const BackwardConfig& c) {
 }
 // Before and after the portable ones.
 void add_portable_rows(DType dtype, std::vector<KernelInfo>& list) {
-    const std::string type = dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half";
+    const std::string type = symbol_of(dtype);
     const auto add = [&](const std::string& name, const std::string& symbol, int threads,
                          int shared_bytes) {
         KernelInfo info;
@@ -267,7 +267,7 @@ std::vector<KernelInfo> backward_kernels() {
             list.push_back(portable_backward_info(with_dtype(c, dtype)));
         add_portable_rows(dtype, list);
         // Before and after all those for Hopper.
-        const std::string type = dtype == DType::bf16 ? "bfloat16" : "6__half";
+        const std::string type = symbol_of(dtype);
         const auto add = [&](const std::string& name, const std::string& symbol, int threads,
                              int shared_bytes) {
             KernelInfo info;
@@ -280,16 +280,14 @@ std::vector<KernelInfo> backward_kernels() {
         };
         for (const int lanes : {8, 16, 32}) {
             add(concat("preprocess_", 8 * lanes),
-                concat("preprocess_kernelI", dtype == DType::bf16 ? "13__nv_" : "", type, "Li",
-                       lanes, "E"),
-                256, 0);
+                concat("preprocess_kernelI", type, "Li", lanes, "E"), 256, 0);
         }
         for (const auto& [block_m, parts, columns] :
              {DqTiles{128, 2, 64}, DqTiles{64, 2, 32}, DqTiles{64, 2, 48}, DqTiles{64, 2, 64},
               DqTiles{64, 2, 96}, DqTiles{64, 2, 128}}) {
             add(concat("postprocess_", block_m, "x", parts, "x", columns),
-                concat("postprocess_kernelI", dtype == DType::bf16 ? "13__nv_" : "", type, "Li",
-                       block_m, "ELi", parts, "ELi", columns, "E"),
+                concat("postprocess_kernelI", type, "Li", block_m, "ELi", parts, "ELi", columns,
+                       "E"),
                 128 * parts, parts * 64 * columns * 2 + 1024);
         }
     }

@@ -27,7 +27,6 @@ const char* suffix(const Config& c) { return c.nvfp4 ? "_nvfp4" : has_codes(c) ?
 
 int arch_of(bool portable) { return portable ? PORTABLE : NATIVE; }
 // Of kernels of which the portable one has a name of its own.
-const char* mangled(DType dtype) { return dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half"; }
 std::string symbol_of_either(const std::string& kernel, bool portable) {
     const std::string name = portable ? "portable_" + kernel : kernel;
     return concat(name.size(), name, 'I');
@@ -141,7 +140,7 @@ std::vector<KernelInfo> kernels() {
                 {.name = concat("combine_", portable_name(portable), name_of(dtype)),
                  .config = "1 to 8 warps for a row",
                  .symbol = concat("6decode", symbol_of_either("combine_kernel", portable),
-                                  mangled(dtype)),
+                                  symbol_of(dtype)),
                  .arch = arch_of(portable),
                  .threads = 32 * COMBINE_WARPS,
                  .shared_bytes = COMBINE_SHARED_BYTES});
@@ -204,7 +203,7 @@ std::vector<KernelInfo> append_kernels() {
                 list.push_back(
                     {.name = kernel_name(AppendChoice{codes, nvfp4, dtype, portable}),
                      .config = codes || nvfp4 ? "a warp for a row" : "a thread for 16 bytes",
-                     .symbol = concat(symbol_of_either(kernel, portable), mangled(dtype)),
+                     .symbol = concat(symbol_of_either(kernel, portable), symbol_of(dtype)),
                      .arch = arch_of(portable),
                      .threads = 256});
             }
@@ -218,7 +217,7 @@ std::vector<KernelInfo> merge_kernels() {
         for (const DType dtype : {DType::bf16, DType::fp16}) {
             list.push_back({.name = kernel_name(MergeChoice{dtype, portable}),
                             .config = "a warp for a row",
-                            .symbol = concat("12merge_kernelI", mangled(dtype)),
+                            .symbol = concat("12merge_kernelI", symbol_of(dtype)),
                             .arch = arch_of(portable),
                             .threads = 128});
         }

@@ -427,8 +427,8 @@ KernelInfo combining_info(DType dtype, bool few) {
     info.name = concat(few ? "combine_few_" : "combine_", name_of(dtype));
     info.config = concat("weighs and adds up the results of ", few ? "few" : "the",
                          " ranges of keys, ", few ? "a warp" : "four warps", " for a row");
-    info.symbol = concat(few ? "18combine_few_kernelI" : "9attention14combine_kernelI",
-                         dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half");
+    info.symbol =
+        concat(few ? "18combine_few_kernelI" : "9attention14combine_kernelI", symbol_of(dtype));
     info.threads = 128;
     return info;
 }

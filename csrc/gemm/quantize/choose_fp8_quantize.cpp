@@ -34,14 +34,11 @@ std::string kernel_name(const Config& c) {
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
     const auto add = [&](const Config& c) {
-        const char* element = c.dtype == DType::bf16   ? "13__nv_bfloat16"
-                              : c.dtype == DType::fp16 ? "6__half"
-                                                       : "f";
         list.push_back({
             .name = kernel_name(c),
             .config = concat(THREADS, " threads, 64 elements each"),
-            .symbol = concat("fp8_quantize_kernelI", element, "LNS0_4PassE", int(c.pass), "ELb",
-                             int(c.portable), 'E'),
+            .symbol = concat("fp8_quantize_kernelI", symbol_of(c.dtype), "LNS0_4PassE", int(c.pass),
+                             "ELb", int(c.portable), 'E'),
             .arch = c.portable ? PORTABLE : NATIVE,
             .threads = THREADS,
             .shared_bytes = 0,

@@ -30,8 +30,4 @@ std::string unsupported_problem(DType dtype, int64_t batch, int64_t heads, int64
                                 int64_t value_dim, int shared_bytes,
                                 const DeviceProperties& device);
 
-constexpr const char* symbol_of(DType dtype) {
-    return dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half";
-}
-
 }  // namespace thunderkittens::linear_attention

@@ -54,8 +54,7 @@ std::vector<KernelInfo> gated_delta_rule_decode_kernels() {
                     info.config = "1 to 8 tokens: a part of a head's state in registers";
                     info.symbol =
                         concat(portable ? "delta_portable_decode_kernelI" : "delta_decode_kernelI",
-                               dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half", "Lb",
-                               int(wide), "ELb", int(keys_inner), 'E');
+                               symbol_of(dtype), "Lb", int(wide), "ELb", int(keys_inner), 'E');
                     info.arch = portable ? PORTABLE : NATIVE;
                     info.threads = DELTA_DECODE_THREADS;
                     list.push_back(info);

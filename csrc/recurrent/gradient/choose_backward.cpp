@@ -149,7 +149,7 @@ std::vector<KernelInfo> gradient_kernels() {
         };
         const std::string flag = concat("Lb", int(portable), 'E');
         for (const DType dtype : {DType::bf16, DType::fp16}) {
-            const std::string type = dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half";
+            const std::string type = symbol_of(dtype);
             const std::string name = name_of(dtype);
             for (const int keys : {64, 128}) {
                 const std::string types =

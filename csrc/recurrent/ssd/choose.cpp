@@ -127,7 +127,7 @@ std::vector<KernelInfo> recurrent_kernels() {
                                    : concat("chunks of ", CHUNK, " tokens, ", shape.keys, " keys; ",
                                             shape.warpgroups, " warpgroups with ", VALUES,
                                             " columns of the values each, one of producers");
-            const char* const type = dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half";
+            const char* const type = symbol_of(dtype);
             info.symbol = portable
                               ? concat("recurrent_portable_forward_kernelINS1_13PortableTypesI",
                                        type, "Li", shape.keys, "E")

@@ -55,7 +55,6 @@ std::vector<KernelInfo> decode_kernels() {
     std::vector<KernelInfo> list;
     for (const bool portable : {false, true}) {
         for (const DType dtype : {DType::bf16, DType::fp16}) {
-            const char* symbol = dtype == DType::bf16 ? "13__nv_bfloat16" : "6__half";
             for (const bool wide : {true, false}) {
                 for (const auto& [keys_first, columns] :
                      {std::pair{false, 64}, {false, 128}, {true, 64}}) {
@@ -68,8 +67,8 @@ std::vector<KernelInfo> decode_kernels() {
                                          wide ? "fp32" : name_of(dtype));
                     // The operands' type, named again, is a substitution.
                     info.symbol =
-                        concat("recurrent_decode_kernelI", symbol, wide ? "f" : "S2_", "Lb",
-                               int(keys_first), "ELi", keys, "ELb", int(portable), "E");
+                        concat("recurrent_decode_kernelI", symbol_of(dtype), wide ? "f" : "S2_",
+                               "Lb", int(keys_first), "ELi", keys, "ELb", int(portable), "E");
                     info.arch = portable ? PORTABLE : NATIVE;
                     info.threads = decode_threads(keys);
                     info.shared_bytes = decode_bytes(keys_first, keys);

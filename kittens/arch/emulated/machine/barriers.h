@@ -212,7 +212,6 @@ inline void complete_named_barrier(NamedBarrier& b) {
     b.published.join(b.arriving);
     b.published.version = ++machine->versions;
     b.arriving.forget();
-    for (Thread* t : b.arrived) t->arrived &= static_cast<uint16_t>(~b.bit);
     b.arrived.clear();
     b.expected = 0;
     ++b.generation;
@@ -237,17 +236,17 @@ inline void use_barrier(int id, int threads, bool waits, bool whole_block) {
         fail(name() + ": this thread counts " + std::to_string(threads) + " threads, others " +
              std::to_string(b.expected));
     }
-    b.bit = static_cast<uint16_t>(1u << id);
-    if ((t.arrived & b.bit) != 0) {
+    const uint64_t generation = b.generation;
+    uint64_t& mine = t.arrivals[static_cast<size_t>(id)];
+    if (mine > generation) {
         fail(name() + ": this thread arrives twice in a round of " + std::to_string(threads) +
              " threads, of which " + std::to_string(b.arrived.size()) + " have arrived");
     }
     b.expected = threads;
     b.whole_block = whole_block;
     b.arrived.push_back(&t);
-    t.arrived |= b.bit;
+    mine = generation + 1;
     release_to(b.arriving, t);
-    const uint64_t generation = b.generation;
     if (is_complete(block, b)) {
         complete_named_barrier(b);
     } else if (waits) {

@@ -28,6 +28,20 @@ constexpr uint32_t MAX_BLOCK_SHARED = 232448;
 constexpr uint32_t MAX_STATIC_SHARED = 48 << 10;
 constexpr int SM_REGISTERS = 65536;
 
+constexpr uint64_t SPLIT_MIX_STEP = 0x9e3779b97f4a7c15u;
+inline uint64_t split_mix(uint64_t x) {
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+// SplitMix64: a policy draws several numbers for every switch of threads.
+struct Random {
+    uint64_t state = 0;
+
+    void seed(uint64_t value) { state = value; }
+    uint64_t operator()() { return split_mix(state += SPLIT_MIX_STEP); }
+};
+
 // What each thread, or each barrier's completed phases, is known to have done. `seen[i]` is the
 // time of i up to which its writes are visible; `fenced[i]` the same for the async proxy. One entry
 // per thread of the cluster, one for the grids that this one depends on, one per barrier, and one
@@ -86,10 +100,7 @@ struct Clock {
     // What one of several threads has done that the others do, too, if it is `event`.
     void change_version(uint64_t event) {
         if (version == 0) return;
-        uint64_t x = version + event * 0x9e3779b97f4a7c15u;  // of splitmix64
-        x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-        x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-        version = event == 0 ? 0 : x ^ x >> 31;
+        version = event == 0 ? 0 : split_mix(version + event * SPLIT_MIX_STEP);
     }
     // Of other's entries only those from `first` on.
     void join_from(const Clock& other, size_t first) {
@@ -143,19 +154,6 @@ inline std::shared_ptr<const Others> united(std::shared_ptr<const Others> a,
     return both;
 }
 
-// SplitMix64: a policy draws several numbers for every switch of threads.
-struct Random {
-    uint64_t state = 0;
-
-    void seed(uint64_t value) { state = value; }
-    uint64_t operator()() {
-        uint64_t x = state += 0x9e3779b97f4a7c15u;
-        x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-        x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-        return x ^ x >> 31;
-    }
-};
-
 struct Block;
 struct Cluster;
 struct Thread;
@@ -183,7 +181,6 @@ struct Barrier {
 struct NamedBarrier {
     int expected = 0;  // 0: nobody has arrived
     bool whole_block = false;
-    uint16_t bit = 0;  // of Thread::arrived
     std::vector<Thread*> arrived, waiting;
     uint64_t generation = 0;
     Clock arriving, published;
@@ -229,7 +226,7 @@ struct Thread {
     int lane = 0, warp = 0;
     uint3 at{0, 0, 0};
     bool finished = false, is_ready = false;
-    uint16_t arrived = 0;  // at which named barriers, a bit each
+    std::array<uint64_t, 16> arrivals{};  // at each named barrier: its generation, + 1
     Waiting waiting;
     Clock clock;
     uint64_t cluster_waited = 0;  // phase of the cluster's barrier
