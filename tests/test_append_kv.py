@@ -70,6 +70,7 @@ def call_of(case, device):
     return [k, v, *caches], options
 
 
+@pytest.mark.all_twins
 @over(cases)
 def test_bits(device, case):
     """Of what is written, and NaN, as before, everywhere else; rotated keys to a rounding."""

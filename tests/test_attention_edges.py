@@ -40,7 +40,7 @@ def masked_kernels(op, *kinds):
         name, match, _ = kernel.values
         of_kernel = masks.get(match[3], ("causal",))
         for j, mask in enumerate(of_kernel):
-            mark = spared(name, i % len(of_kernel) != j)
+            mark = spared(match[1].startswith("portable") and i % len(of_kernel) != j)
             found.append(pytest.param(*kernel.values, mask, id=f"{name}-{mask}", marks=mark))
     return found
 
@@ -51,7 +51,7 @@ class Sequences:
     any result by more than all its rounding errors."""
 
     def __init__(self, match, mask, intensity):
-        offsets = range(0, FURTHER, 3 if intensity == 1 else 1)
+        offsets = range(0, FURTHER, 5 if intensity == 1 else 1)
         self.dim, self.value_dim = int(match[3]), int(match[4] or match[3])
         self.k_lengths = [ROWS + offset for offset in offsets]
         rows, keys = torch.arange(ROWS), torch.arange(self.k_lengths[-1])

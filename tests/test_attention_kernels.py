@@ -133,19 +133,17 @@ def test_forward(name, match, stages, policy):
         assert_attention(part, q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], **options)
 
 
-def spared(name, spare):
-    """The mark of a test of a kernel that the lowest intensity is spared if it is portable, and so
-    has twins that run."""
-    return pytest.mark.intensity(2 if name.startswith("portable") and spare else 1)
+def spared(spare):
+    """The mark of a test that the lowest intensity is spared since that of a twin runs."""
+    return pytest.mark.intensity(2 if spare else 1)
 
 
 def backward_cases():
-    """In both modes; of a portable kernel, which has one code for them, in one of them for bf16 and
-    in the other for fp16 at the lowest intensity."""
+    """In both modes; at the lowest intensity in one of them for bf16 and in the other for fp16."""
     for case in cases("attention_backward", *BACKWARD):
-        name, match, *_ = case.values
+        match = case.values[1]
         for deterministic in (False, True):
-            marks = [*case.marks, spared(name, deterministic != (match[2] == "bf16"))]
+            marks = [*case.marks, spared(deterministic != (match[2] == "bf16"))]
             yield pytest.param(
                 *case.values, deterministic, id=f"{case.id}-{deterministic}", marks=marks
             )
@@ -197,7 +195,11 @@ def test_backward(name, match, stages, policy, deterministic):
 @pytest.mark.parametrize(
     ("name", "match", "stages"),
     [
-        pytest.param(*kernel, marks=spared(kernel[0], kernel[1][2] == "fp16"))
+        pytest.param(
+            *kernel,
+            # Native ones are kernels of their own.
+            marks=spared(kernel[0].startswith("portable") and kernel[1][2] == "fp16"),
+        )
         for kernel in kernels("attention_backward", *BACKWARD)
     ],
 )
@@ -229,8 +231,7 @@ def test_backward_without_that_of_q(name, match, stages):
 
 def packed_cases():
     for case in cases("attention_backward", *BACKWARD):
-        name, match, *_ = case.values
-        marks = [*case.marks, spared(name, match[2] == "fp16")]
+        marks = [*case.marks, spared(case.values[1][2] == "bf16")]
         yield pytest.param(*case.values, id=case.id, marks=marks)
 
 
@@ -324,9 +325,9 @@ WAYS = [
 ]
 PLAIN_KERNELS = [k for k in kernels("attention_backward", *BACKWARD) if "_bf16_" in k[0]]
 PLAIN_KERNELS = [k for k in PLAIN_KERNELS if not k[0].endswith("_score_mod")]
-# Of portable kernels some cases at the lowest intensity.
+# One problem each at the lowest intensity.
 FIXED_ORDERS = [
-    pytest.param(*k, lengths, id=f"{k[0]}-{len(lengths)}", marks=spared(k[0], (i + j) % 2))
+    pytest.param(*k, lengths, id=f"{k[0]}-{len(lengths)}", marks=spared((i + j) % 2))
     for i, k in enumerate(PLAIN_KERNELS)
     for j, lengths in enumerate(([(70, 290)], [(1, 140), (0, 9), (70, 200), (3, 0), (66, 129)]))
 ]

@@ -99,6 +99,7 @@ def case_of(case, device, seed=0):
     return made
 
 
+@pytest.mark.all_twins
 @over(cases)
 def test_values(device, case):
     if case["lengths"] == "many" and case["size"] < 16:
@@ -161,6 +162,7 @@ def scales_of(kind, made, magnitude, spread):
     return factors.clamp(max=20 * magnitude).transpose(1, 2)
 
 
+@pytest.mark.all_twins
 @over(code_cases)
 def test_values_of_codes(device, case):
     """See `Case.check_of_halves`."""

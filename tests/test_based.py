@@ -290,6 +290,7 @@ EMULATED = [
 ]
 
 
+@pytest.mark.all_twins
 @pytest.mark.emulator
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -313,6 +314,7 @@ def test_emulated(portable, dtype, length, columns, normalize, states, segments,
     torch.testing.assert_close(state.denominator, expected.denominator, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.all_twins
 @pytest.mark.emulator
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16])

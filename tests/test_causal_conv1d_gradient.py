@@ -73,6 +73,7 @@ def test_gradients(device, case):
     assert found["x"].stride() == torch.empty_like(x).stride()
 
 
+@pytest.mark.all_twins
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("layout", ["channels", "tokens", "unaligned"])

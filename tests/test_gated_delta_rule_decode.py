@@ -188,6 +188,7 @@ EMULATED = [
 ]
 
 
+@pytest.mark.all_twins
 @pytest.mark.emulator
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("v_first", [False, True])

@@ -37,6 +37,7 @@ def test_lengths(device, length):
     assert_gradients(operands(length, device=device))
 
 
+@pytest.mark.all_twins
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(
     "dims", [(64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (128, 256)]

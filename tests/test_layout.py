@@ -513,32 +513,38 @@ def test_a_name_means_one_thing():
 # ---- files stay readable ----
 
 
-@pytest.mark.parametrize("path", [*CPP_FILES, *PYTHON_FILES], ids=name)
-def test_file_is_readable(path):
+def faults(path: Path) -> list[str]:
     text = path.read_text()
     lines = text.split("\n")
-    assert text.isascii(), "ASCII only"
-    assert len(lines) <= MAX_LINES, f"{len(lines)} lines"
     long = [number for number, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS]
-    assert not long, f"lines over {MAX_COLUMNS} columns: {long}"
-    assert "\t" not in text, "tabs"
-    assert text == "" or text.endswith("\n"), "no newline at the end"
     markers = "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"))
-    unfinished = re.search(rf"\b({markers})\b", text)
-    assert not unfinished, f"unfinished: {unfinished}"
+    found = {
+        "characters that are not ASCII": not text.isascii(),
+        f"{len(lines)} lines": len(lines) > MAX_LINES,
+        f"lines over {MAX_COLUMNS} columns: {long}": long,
+        "tabs": "\t" in text,
+        "no newline at the end": text != "" and not text.endswith("\n"),
+        "something unfinished": re.search(rf"\b({markers})\b", text),
+    }
+    return [f"{name(path)}: {fault}" for fault, there in found.items() if there]
 
 
-@pytest.mark.parametrize("path", [p for p in CPP_FILES if p.suffix != ".cu"], ids=name)
-def test_cpp_file_says_what_it_is(path):
-    assert path.read_text().startswith("//"), "a file starts with a short paragraph"
+def test_files_are_readable():
+    assert not [fault for path in (*CPP_FILES, *PYTHON_FILES) for fault in faults(path)]
 
 
-@pytest.mark.parametrize("path", [p for p in PYTHON_FILES if p.suffix == ".py"], ids=name)
-def test_python_file_says_what_it_is(path):
-    text = path.read_text()
-    assert not text.strip() or ast.get_docstring(ast.parse(text)), (
-        "a module starts with a docstring"
-    )
+def test_cpp_files_say_what_they_are():
+    """A file starts with a short paragraph."""
+    files = [p for p in CPP_FILES if p.suffix != ".cu"]
+    assert not [name(p) for p in files if not p.read_text().startswith("//")]
+
+
+def test_python_files_say_what_they_are():
+    """A module starts with a docstring."""
+    texts = {p: p.read_text() for p in PYTHON_FILES if p.suffix == ".py"}
+    assert not [
+        name(p) for p, t in texts.items() if t.strip() and not ast.get_docstring(ast.parse(t))
+    ]
 
 
 # ---- documents lead somewhere ----

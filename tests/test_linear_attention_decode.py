@@ -158,6 +158,7 @@ def test_wrong_calls(args, options, error, words):
 # The kernels on the emulator: every instance with rows along the values.
 
 
+@pytest.mark.all_twins
 @pytest.mark.emulator
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16])

@@ -132,6 +132,7 @@ def test_wrong_calls():
 # The kernels on the emulator, those for Hopper and the portable ones.
 
 
+@pytest.mark.all_twins
 @pytest.mark.emulator
 @pytest.mark.parametrize(("dim", "features"), [(128, 64), (64, 64), (128, 32), (64, 32)])
 @pytest.mark.parametrize("dtype", [BF16, FP16])

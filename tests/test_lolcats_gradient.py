@@ -178,6 +178,19 @@ def test_emulated(portable, dtype, length, dim, features, segments, policy):
 
 
 @pytest.mark.emulator
+@pytest.mark.all_twins
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("features", [32, 64])
+def test_every_kernel(portable, dtype, dim, features):
+    inputs = operands(1, 2, 1, 130, dim, features, dtype)
+    with tk.emulate("late_mma", seed=dim, portable=portable, config={"segments": 2}):
+        found = gradients(tk.lolcats, inputs)
+    assert_gradients(found, inputs)
+
+
+@pytest.mark.emulator
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("policy", ["on_wait", "late_mma"])
 def test_emulated_without_groups(portable, policy):

@@ -287,6 +287,7 @@ def test_emulated_prompt(portable, length):
     assert_state(state, inputs, length, 4e-3)
 
 
+@pytest.mark.all_twins
 @pytest.mark.emulator
 @pytest.mark.parametrize(("dim", "features"), [(128, 64), (64, 64), (128, 32), (64, 32)])
 @pytest.mark.parametrize("dtype", [BF16, FP16])

@@ -37,6 +37,7 @@ def same(x, y):
     )
 
 
+@pytest.mark.all_twins
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("kind", [E4M3, E5M2])
 def test_every_element_at_every_scale(device, kind, dtype):

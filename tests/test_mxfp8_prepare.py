@@ -28,6 +28,7 @@ def cases(device, intensity):
     )
 
 
+@pytest.mark.all_twins
 @over(cases)
 def test_bits(device, case):
     """Any codes, with scales near each other, up to 2^20 apart, and any: bit by bit."""

@@ -58,6 +58,7 @@ def cases(device, intensity):
     )
 
 
+@pytest.mark.all_twins
 @over(cases)
 def test_values(device, case):
     """Rows behind the last key of a sequence have scales that are NaN."""

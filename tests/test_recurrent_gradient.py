@@ -62,6 +62,7 @@ def check_linear(operands, options):
     assert_linear_gradients(found, operands, options, outside)
 
 
+@pytest.mark.all_twins
 @alternate(("dims", "dtype"), [(64, 128), (64, 64), (128, 64), (128, 128)], [BF16, FP16])
 def test_ssd(device, dtype, dims):
     for length in LENGTHS:

@@ -294,6 +294,7 @@ EMULATED = [
 ]
 
 
+@pytest.mark.all_twins
 @pytest.mark.emulator
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("length", "dims", "warpgroups", "segments", "groups", "policy"), EMULATED)

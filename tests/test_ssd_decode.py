@@ -177,6 +177,7 @@ def test_wrong_calls(args, options, error, words):
 # The kernels on the emulator: every instance with rows along the keys.
 
 
+@pytest.mark.all_twins
 @pytest.mark.emulator
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("dtype", [BF16, FP16])

@@ -39,6 +39,15 @@ def alternate(names: Sequence[str], *values: Sequence[Any]) -> pytest.MarkDecora
     return pytest.mark.parametrize(tuple(names), cases)
 
 
+def every_second(name: str, values: Sequence[Any], first: int = 0) -> pytest.MarkDecorator:
+    """Parametrizes a test over the values; at intensity 1 over each other one from `first` on."""
+    cases = [
+        pytest.param(value, marks=pytest.mark.intensity(1 + (i + first) % 2))
+        for i, value in enumerate(values)
+    ]
+    return pytest.mark.parametrize(name, cases)
+
+
 def cover(options: Mapping[str, Sequence[Any]], intensity: int) -> list[dict[str, Any]]:
     """Cases that hold every value (intensity 1), every pair (2) or every triple (3) of values of
     different options at least once; all combinations at 4.
