@@ -22,7 +22,7 @@ foreach(path IN LISTS TK_PATHS)
   list(PREPEND TK_PREFIX_MAPS "-ffile-prefix-map=${path}")
 endforeach()
 
-# -O3 takes gcc a third longer, and its code is larger; what takes time on the host is no loop.
+# -O3 takes gcc a third longer, for larger code.
 string(REPLACE "-O3" "-O2" CMAKE_CXX_FLAGS_RELEASE "${CMAKE_CXX_FLAGS_RELEASE}")
 
 set(TK_WARNINGS -Wall -Wextra -Wno-missing-field-initializers)

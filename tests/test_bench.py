@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import thunderkittens as tk
-from helpers.cover import every_second
+from helpers.cover import alternate
 from thunderkittens import bench
 from thunderkittens.bench import attention_work, cli, machine
 from thunderkittens.bench.accuracy import check
@@ -427,7 +427,7 @@ def test_every_suite_is_complete(op):
 # Command line
 
 
-@every_second("op", cli.suite_names(), first=1)
+@alternate(("op",), cli.suite_names(), other=True)
 def test_command(op, device, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     json_file, picture = tmp_path / "r.json", tmp_path / "r.png"

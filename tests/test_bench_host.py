@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from helpers.cover import every_second
+from helpers.cover import alternate
 from helpers.numerics import assert_accurate
 from helpers.samples import every_differentiable_sample
 from thunderkittens import bench
@@ -141,7 +141,7 @@ def test_table_has_sections():
     assert all(not rows[place - 1].strip(" \u2500-") for place in others)
 
 
-@every_second("op", cli.suite_names())
+@alternate(("op",), cli.suite_names())
 def test_command(op, device, tmp_path, capsys):
     json_file = tmp_path / "r.json"
     parser = argparse.ArgumentParser()

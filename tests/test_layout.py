@@ -518,13 +518,14 @@ def faults(path: Path) -> list[str]:
     lines = text.split("\n")
     long = [number for number, line in enumerate(lines, 1) if len(line) > MAX_COLUMNS]
     markers = "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"))
+    unfinished = re.search(rf"\b({markers})\b", text)
     found = {
         "characters that are not ASCII": not text.isascii(),
         f"{len(lines)} lines": len(lines) > MAX_LINES,
         f"lines over {MAX_COLUMNS} columns: {long}": long,
         "tabs": "\t" in text,
         "no newline at the end": text != "" and not text.endswith("\n"),
-        "something unfinished": re.search(rf"\b({markers})\b", text),
+        f"unfinished: {unfinished}": unfinished,
     }
     return [f"{name(path)}: {fault}" for fault, there in found.items() if there]
 

@@ -21,8 +21,8 @@ every_layer = pytest.mark.parametrize("name", EVERY)
 every_model = pytest.mark.parametrize("name", MODELS)
 # One for each kind of layer, and of what it is made of.
 typical = pytest.mark.parametrize("name", ["Bamba", "Qwen3Next", "Qwen3_5Text", "fla"])
-# The others' layers have nothing else for a compiler.
-one_at_least = pytest.mark.parametrize(
+# For what takes long: one of them at the lowest intensity.
+at_least_one = pytest.mark.parametrize(
     "name",
     [
         pytest.param(name, marks=pytest.mark.intensity(1 if name == "Qwen3Next" else 2))
@@ -409,7 +409,7 @@ def test_parts_of_a_pool(device, name):
 # The rest
 
 
-@one_at_least
+@at_least_one
 def test_compiled(device, name):
     """One graph of a training step, and of a step over a cache."""
     torch._dynamo.reset()

@@ -28,24 +28,17 @@ def over_forced(*values: Sequence[Any]) -> pytest.MarkDecorator:
     return over(cases)
 
 
-def alternate(names: Sequence[str], *values: Sequence[Any]) -> pytest.MarkDecorator:
+def alternate(
+    names: Sequence[str], *values: Sequence[Any], other: bool = False
+) -> pytest.MarkDecorator:
     """Parametrizes a test over all combinations of the values; at intensity 1 over each other one,
-    as the squares of one colour on a chess-board."""
+    as the squares of one colour on a chess-board, or of the `other` colour."""
     cases = []
     for indices in itertools.product(*(range(len(v)) for v in values)):
-        marks = pytest.mark.intensity(1 + sum(indices) % 2)
+        marks = pytest.mark.intensity(1 + (sum(indices) + other) % 2)
         chosen = [v[i] for v, i in zip(values, indices, strict=True)]
         cases.append(pytest.param(*chosen, marks=marks))
     return pytest.mark.parametrize(tuple(names), cases)
-
-
-def every_second(name: str, values: Sequence[Any], first: int = 0) -> pytest.MarkDecorator:
-    """Parametrizes a test over the values; at intensity 1 over each other one from `first` on."""
-    cases = [
-        pytest.param(value, marks=pytest.mark.intensity(1 + (i + first) % 2))
-        for i, value in enumerate(values)
-    ]
-    return pytest.mark.parametrize(name, cases)
 
 
 def cover(options: Mapping[str, Sequence[Any]], intensity: int) -> list[dict[str, Any]]:
