@@ -54,8 +54,10 @@ __device__ __forceinline__ void produce(const ForwardGlobals<Kernel>& g,
 
 // Of paged keys: whole warps, of which half load queries and keys and half load values where there
 // are several, so that a slot of one ring need not wait for one of the other. The pieces of a tile
-// go round the warps of a side. Each lane looks a piece up, one tile ahead, and knows where it is
-// before its slot is free; then one lane issues the warp's transfers one after the other.
+// go round the warps of a side. The lanes of a warp look up 32 pieces at a time, those of several
+// tiles, while the 32 before are loaded; one lane issues the transfers. The instructions that a
+// warp takes for a tile count: its scheduler issues none for the consumers meanwhile, and a slot
+// that is free waits for them.
 template <class Kernel, bool KEYS, bool VALUES>
 struct PagedProducer {
     static constexpr int warps = KEYS && VALUES ? 1 : Kernel::producer_warps / 2;
@@ -67,7 +69,8 @@ struct PagedProducer {
         semaphore *full, *empty;
         const Layout<Tile>& from;
         int page_rows;
-        PageTable::Page next;  // of this lane's piece of the next tile
+        PageTable::Page own, next;  // of this lane's piece, now and in the next group
+        int lane;                   // that has the next piece
         RingPosition<Kernel::stages> at;
     };
 
@@ -76,42 +79,54 @@ struct PagedProducer {
     const int warp;  // of a side
     const int step = warps * g.pages.piece;
     const int first_row = warp * g.pages.piece;  // of this warp, in a tile
-    const int row = first_row + laneid() * step;
+    // Of a tile, and of the group of tiles whose pieces the lanes have.
+    const int tile_pieces = (Kernel::block_n - first_row + step - 1) / step;
+    const int group = WARP_THREADS / tile_pieces;
+    // From the first key of the group's first tile to that of this lane's piece.
+    const int offset =
+        first_row + laneid() % tile_pieces * step - laneid() / tile_pieces * Kernel::block_n;
+    PageTable::Row pages;  // of a work tile's sequence
     Side<typename Kernel::k_tile> k{
-        shared.k, shared.k_full, shared.k_empty, g.k, g.pages.k_page_rows, {}, {}};
+        shared.k, shared.k_full, shared.k_empty, g.k, g.pages.k_page_rows, {}, {}, 0, {}};
     Side<typename Kernel::v_tile> v{
-        shared.v, shared.v_full, shared.v_empty, g.v, g.pages.v_page_rows, {}, {}};
+        shared.v, shared.v_full, shared.v_empty, g.v, g.pages.v_page_rows, {}, {}, 0, {}};
     RingPosition<Kernel::q_slots> q_at;
 
+    // Of the group whose first tile is `block`.
     template <class Tile>
     __device__ __forceinline__ void look_up(Side<Tile>& side, const ForwardWorkTile<Kernel>& work,
                                             int block) const {
-        if (row < Kernel::block_n)
-            side.next = g.pages.page_of(work.b, block * Kernel::block_n + row, work.s.k_length);
+        side.next = g.pages.page_of(pages, block * Kernel::block_n + offset, work.s.k_length);
+    }
+    template <class Tile>
+    __device__ __forceinline__ void begin(Side<Tile>& side, const ForwardWorkTile<Kernel>& work,
+                                          int block) const {
+        look_up(side, work, block);
+        side.lane = group * tile_pieces;
     }
     template <class Tile>
     __device__ __forceinline__ void load(Side<Tile>& side, const ForwardWorkTile<Kernel>& work,
                                          int kv_head, int block) {
-        const ragged_coord own = g.pages.place(side.next, kv_head, block * Kernel::block_n + row,
-                                               work.s.k_length, side.page_rows);
-        look_up(side, work, block - 1);
-        const auto place_of = [&](int lane) -> ragged_coord {
-            return {.head = kv_head,
-                    .begin = arch::shuffle(own.begin, lane),
-                    .length = arch::shuffle(own.length, lane),
-                    .row = arch::shuffle(own.row, lane)};
+        if (side.lane == group * tile_pieces) {
+            side.own = side.next;
+            look_up(side, work, block - group);
+            side.lane = 0;
+        }
+        const auto place_of = [&](int lane, int at) -> ragged_coord {
+            return g.pages.place(
+                {arch::shuffle(side.own.page, lane), arch::shuffle(side.own.first, lane)}, kv_head,
+                block * Kernel::block_n + at, work.s.k_length, side.page_rows);
         };
-        ragged_coord place = place_of(0);
+        ragged_coord place = place_of(side.lane, first_row);
         Tile& tile = side.tiles[side.at.stage];
         semaphore& full = side.full[side.at.stage];
         wait(side.empty[side.at.stage], side.at.phase ^ 1);
         if (warp == 0 && arch::elect_one()) tma::expect(full, tile);
-        int lane = 0;
 #pragma unroll 1
         for (int at = first_row; at < Kernel::block_n; at += step) {
-            const ragged_coord here = place;
-            place = place_of(++lane);
-            if (arch::elect_one()) tma::load_piece_async(tile, at, side.from.ragged, here, full);
+            if (arch::elect_one()) tma::load_piece_async(tile, at, side.from.ragged, place, full);
+            ++side.lane;
+            if (at + step < Kernel::block_n) place = place_of(side.lane, at + step);
         }
         side.at.advance();
     }
@@ -127,24 +142,22 @@ struct PagedProducer {
     }
 
     __device__ __forceinline__ void run() {
-        if (first_row >= Kernel::block_n) return;
         g.scheduler.for_each_work_tile([&](TileScheduler::WorkTile tile) {
             const ForwardWorkTile<Kernel> work(g, tile);
             if (!work.sees_keys()) return;
             const KeyBlocks& keys = work.keys;
             const int kv_head = work.head / g.group;
+            pages = g.pages.row_of(work.b);
+            int block = keys.end - 1;
+            if constexpr (KEYS) begin(k, work, block);
+            if constexpr (VALUES) begin(v, work, block);
             if constexpr (KEYS) {
-                look_up(k, work, keys.end - 1);
-                if constexpr (VALUES) v.next = k.next;
                 if (warp == 0) load_query(work, 0);
-                load(k, work, kv_head, keys.end - 1);
+                load(k, work, kv_head, block);
                 for (int w = 1; w < Kernel::warpgroups; ++w)
                     if (warp == 0) load_query(work, w);
                 q_at.advance();
-            } else {
-                look_up(v, work, keys.end - 1);
             }
-            int block = keys.end - 1;
             for (; block > keys.begin; --block) {
                 if constexpr (KEYS) load(k, work, kv_head, block - 1);
                 if constexpr (VALUES) load(v, work, kv_head, block);
@@ -161,6 +174,7 @@ __device__ __forceinline__ void produce_pages(const ForwardGlobals<Kernel>& g,
         PagedProducer<Kernel, true, true>{g, shared, 0}.run();
     } else {
         const int warp = arch::warp_uniform(warpgroup::warpid());
+        if (warp / 2 * g.pages.piece >= Kernel::block_n) return;
         if (warp % 2 == 0)
             PagedProducer<Kernel, true, false>{g, shared, warp / 2}.run();
         else

@@ -54,19 +54,23 @@ struct PageTable {
           by_page_size(page_size),
           piece(keys.k_lengths == nullptr ? 0 : static_cast<int>(piece_rows(keys, block_n))) {}
 
+    // A sequence's row of the table; without a table its page.
+    struct Row {
+        const int* pages = nullptr;
+        int page = 0;
+    };
+    __device__ __forceinline__ Row row_of(int b) const {
+        const int row = rows == nullptr ? b : arch::load_global_readonly(rows + b);
+        return {table == nullptr ? nullptr : table + row * stride, row};
+    }
     struct Page {
         int page = 0, first = 0;  // a page of the cache, and its first key in the sequence
     };
-    __device__ __forceinline__ Page page_of(int b, int key, int k_length) const {
-        Page at;
-        if (key < 0 || key >= k_length) return at;
-        at.page = rows == nullptr ? b : arch::load_global_readonly(rows + b);
-        if (table != nullptr) {
-            const int index = by_page_size.quotient(key);
-            at.page = arch::load_global_readonly(table + at.page * stride + index);
-            at.first = index * page_size;
-        }
-        return at;
+    // Of a key, or of the first or last one where it is outside.
+    __device__ __forceinline__ Page page_of(const Row& row, int key, int k_length) const {
+        if (row.pages == nullptr) return {row.page, 0};
+        const int index = by_page_size.quotient(::max(::min(key, k_length - 1), 0));
+        return {arch::load_global_readonly(row.pages + index), index * page_size};
     }
     // Of the piece that begins with a key. What lies behind the last key comes as zeros.
     __device__ __forceinline__ ragged_coord place(const Page& at, int head, int key, int k_length,
