@@ -20,12 +20,13 @@ def cases(device, intensity):
             "by": ["table", "slots", "sequence"],
             "packed": [False, True],
             "dims": [(64, 64), (128, 128), (192, 128), (8, 40)],
-            "heads": [1, 2, 5],
+            "heads": [1, 2, 9],
             "size": [1, 3, 16, 64],
             "layout": LAYOUTS,
             "rotary": [None, 16, "all"],
             "interleaved": [False, True],
             "positions": [False, True],
+            "indexed": [False, True],
             "dtype": [BF16, FP16],
         },
         intensity,
@@ -53,7 +54,8 @@ def call_of(case, device):
         options["slot_mapping"] = slots.to(device)
     else:
         options["seq_lens"] = ints([5, 0, 40], device)
-        options["cache_batch_idx"] = ints([2, 0, 1], device)
+        if case["indexed"]:
+            options["cache_batch_idx"] = ints([2, 0, 1], device)
         if case["packed"]:
             options["cu_seqlens_k_new"] = ints([0, 2, 2, 9], device)
         if case["by"] == "table":
@@ -161,8 +163,9 @@ def test_a_graph_replays_with_other_lengths():
 def test_opcheck(device):
     if emulated(device):
         pytest.skip("the emulator is not traced")
-    case = {"by": "table", "packed": False, "dims": (64, 64), "heads": 2, "size": 16}
-    case |= {"layout": "NHD", "rotary": 16, "interleaved": True, "positions": False, "dtype": BF16}
+    case = {"by": "table", "packed": False, "indexed": True, "dims": (64, 64), "heads": 2}
+    case |= {"size": 16, "layout": "NHD", "rotary": 16, "interleaved": True, "positions": False}
+    case["dtype"] = BF16
     tensors, options = call_of(case, device)
     tensors[2:] = [x.nan_to_num(0) for x in tensors[2:]]
     op = torch.ops.thunderkittens.append_kv.default

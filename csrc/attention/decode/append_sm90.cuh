@@ -5,6 +5,7 @@
 #include <cuda_fp8.h>
 
 #include "csrc/attention/common/layouts.cuh"
+#include "csrc/attention/common/tile_scheduler.cuh"
 #include "csrc/attention/decode/append.h"
 #include "csrc/attention/decode/rotary.cuh"
 #include "csrc/gemm/quantize/nvfp4_values_sm90.cuh"
@@ -26,6 +27,8 @@ struct AppendGlobals {
     const int *k_lengths, *cu_new, *rotary_begins, *rotary_positions;
     int64_t slots;  // of the cache
     int tokens, row_count, batch, most_keys, heads, head_dim, value_dim;
+    Divisor by_row_count, by_page_size, by_token_loads;
+    int token_loads, block_tokens;  // 16 bytes each of a token; tokens of a block
 };
 
 // A token's place in the cache, and its position for rotary.
@@ -47,7 +50,7 @@ __device__ __forceinline__ Place place_of(const AppendGlobals<T>& g, int token) 
     } else {
         int b = 0, in_sequence = 0;
         if (g.cu_new == nullptr) {
-            b = token / g.row_count;
+            b = g.by_row_count.quotient(token);
             in_sequence = token - b * g.row_count;
         } else {
             int high = g.batch;  // the sequence is in [b, high)
@@ -67,7 +70,7 @@ __device__ __forceinline__ Place place_of(const AppendGlobals<T>& g, int token) 
         place.page = row;
         place.offset = place.position;
         if (g.pages.table != nullptr && place.exists) {
-            const int index = place.position / size;
+            const int index = g.by_page_size.quotient(place.position);
             place.page =
                 arch::load_global_readonly(g.pages.table + row * g.pages.table_stride + index);
             place.offset = place.position - index * size;
@@ -83,39 +86,52 @@ __device__ __forceinline__ Place place_of(const AppendGlobals<T>& g, int token) 
     return place;
 }
 
+// A line of the page table for each lane, of the first that a token's sequence has: they are asked
+// for while it is not yet known in which of them the token's page is. Null where memory has to be
+// read to know the sequence's row.
+template <class T>
+__device__ __forceinline__ const int* table_line(const AppendGlobals<T>& g, int token) {
+    constexpr int pages = 128 / int(sizeof(int));
+    const int64_t first = laneid() * pages;
+    if (g.slot_mapping != nullptr || g.cu_new != nullptr || g.pages.rows != nullptr ||
+        g.pages.table == nullptr || first * g.pages.page_size >= g.most_keys)
+        return nullptr;
+    return g.pages.table + (g.by_row_count.quotient(token) * g.pages.table_stride + first);
+}
+
+// What needs no memory comes before the kernel waits for others, and before a branch, or ptxas
+// would put it behind the wait. What is written is loaded before the look-up, whose loads wait for
+// each other.
 template <class T>
 __device__ __forceinline__ void append(const AppendGlobals<T>& g) {
     constexpr int per_load = 16 / int(sizeof(T));
+    const int thread = static_cast<int>(threadIdx.x);
+    const int in_block = g.by_token_loads.quotient(thread);
+    const int64_t index = int64_t{blockIdx.x} * g.block_tokens + in_block;
+    int load = static_cast<int>(blockIdx.y) * APPEND_THREADS + thread - in_block * g.token_loads;
+    const bool mine = in_block < g.block_tokens && index < g.tokens && load < g.token_loads;
+    const int token = mine ? static_cast<int>(index) : 0;
+    const int b = g.by_row_count.quotient(token), row = token - b * g.row_count;
+    const int k_loads = g.head_dim / per_load, v_loads = g.value_dim / per_load;
+    const bool is_key = load < g.heads * k_loads;
+    if (!is_key) load -= g.heads * k_loads;
+    const int row_loads = is_key ? k_loads : v_loads;
+    const int head = load / row_loads, column = (load - head * row_loads) * per_load;
+    const T* const source = (is_key ? g.k : g.v).at(b, head, row, 0);
+    const Cache& strides = is_key ? g.k_strides : g.v_strides;
+    T* const cache = (is_key ? g.k_cache : g.v_cache) + (head * strides.head_stride + column);
+    const int* const line = table_line(g, token);
+    if (!mine) return;
     arch::wait_for_dependencies();
     arch::launch_dependents();
-    const int k_loads = g.head_dim / per_load, v_loads = g.value_dim / per_load;
-    const int row_loads = g.heads * (k_loads + v_loads);
-    const int64_t count = int64_t{g.tokens} * row_loads;
-    for (int64_t i = int64_t{blockIdx.x} * APPEND_THREADS + threadIdx.x; i < count;
-         i += int64_t{gridDim.x} * APPEND_THREADS) {
-        const int token = static_cast<int>(i / row_loads);
-        int load = static_cast<int>(i - int64_t{token} * row_loads);
-        const Place place = place_of(g, token);
-        if (!place.exists) continue;
-        const int b = token / g.row_count, row = token - b * g.row_count;
-        if (load < g.heads * k_loads) {
-            const int head = load / k_loads, column = load % k_loads * per_load;
-            const uint4 value = g.rotary.load(g.k.at(b, head, row, 0), column, place.position);
-            T* const to = g.k_cache + (place.page * g.k_strides.page_stride +
-                                       place.offset * g.k_strides.token_stride +
-                                       head * g.k_strides.head_stride + column);
-            arch::store_global(reinterpret_cast<uint4*>(to), value);
-        } else {
-            load -= g.heads * k_loads;
-            const int head = load / v_loads, column = load % v_loads * per_load;
-            const T* const from = g.v.at(b, head, row, column);
-            T* const to = g.v_cache + (place.page * g.v_strides.page_stride +
-                                       place.offset * g.v_strides.token_stride +
-                                       head * g.v_strides.head_stride + column);
-            arch::store_global(reinterpret_cast<uint4*>(to),
-                               arch::load_global(reinterpret_cast<const uint4*>(from)));
-        }
-    }
+    if (line != nullptr) arch::prefetch_global(line);
+    uint4 value = arch::load_global(reinterpret_cast<const uint4*>(source + column));
+    const Place place = place_of(g, token);
+    if (!place.exists) return;
+    if (is_key) value = g.rotary.rotated(value, source, column, place.position);
+    arch::store_global(reinterpret_cast<uint4*>(cache + (place.page * strides.page_stride +
+                                                         place.offset * strides.token_stride)),
+                       value);
 }
 
 __device__ __forceinline__ float largest_code(CacheFormat format) {
@@ -147,17 +163,15 @@ __device__ __forceinline__ void append_codes(const AppendGlobals<T>& g) {
         const bool value = i % 2 == 1;
         const int head = static_cast<int>(i / 2 % g.heads);
         const int token = static_cast<int>(i / 2 / g.heads);
-        const Place place = place_of(g, token);
-        if (!place.exists) continue;
-        const int b = token / g.row_count, row = token - b * g.row_count;
+        const int b = g.by_row_count.quotient(token), row = token - b * g.row_count;
         const int columns = value ? g.value_dim : g.head_dim, column = laneid() * per_lane;
         const bool mine = column < columns;
+        const T* const source = (value ? g.v : g.k).at(b, head, row, 0);
         uint4 chunk = make_uint4(0, 0, 0, 0);
-        if (mine) {
-            chunk = value ? arch::load_global(
-                                reinterpret_cast<const uint4*>(g.v.at(b, head, row, column)))
-                          : g.rotary.load(g.k.at(b, head, row, 0), column, place.position);
-        }
+        if (mine) chunk = arch::load_global(reinterpret_cast<const uint4*>(source + column));
+        const Place place = place_of(g, token);
+        if (!place.exists) continue;
+        if (mine && !value) chunk = g.rotary.rotated(chunk, source, column, place.position);
         const auto x = arch::bit_cast<typename RotaryTable<T>::Vector>(chunk);
         float2 pairs[per_lane / 2];
         float largest = 0.0f;
@@ -216,17 +230,15 @@ __device__ __forceinline__ void append_nvfp4(const AppendGlobals<T>& g,
         const bool value = i % 2 == 1;
         const int head = static_cast<int>(i / 2 % g.heads);
         const int token = static_cast<int>(i / 2 / g.heads);
-        const Place place = place_of(g, token);
-        if (!place.exists) continue;
-        const int b = token / g.row_count, row = token - b * g.row_count;
+        const int b = g.by_row_count.quotient(token), row = token - b * g.row_count;
         const int columns = value ? g.value_dim : g.head_dim, column = laneid() * per_lane;
         const bool mine = column < columns;
+        const T* const source = (value ? g.v : g.k).at(b, head, row, 0);
         uint4 words = make_uint4(0, 0, 0, 0);
-        if (mine) {
-            words = value ? arch::load_global(
-                                reinterpret_cast<const uint4*>(g.v.at(b, head, row, column)))
-                          : g.rotary.load(g.k.at(b, head, row, 0), column, place.position);
-        }
+        if (mine) words = arch::load_global(reinterpret_cast<const uint4*>(source + column));
+        const Place place = place_of(g, token);
+        if (!place.exists) continue;
+        if (mine && !value) words = g.rotary.rotated(words, source, column, place.position);
         const auto chunk = arch::bit_cast<values::Chunk<T>>(words);
         uint32_t largest = values::largest_of(chunk);
         largest = ::max(largest, arch::shuffle_xor(largest, 1));
@@ -288,6 +300,9 @@ template <class T>
 void launch_append_by(const AppendKernels<T>& kernels, const AppendParams& params, Stream stream) {
     const AppendProblem& p = params.problem;
     const bool packed = params.row_count == p.tokens;
+    const int row_count = static_cast<int>(std::max<int64_t>(params.row_count, 1));
+    const auto token_loads = static_cast<int>(p.kv_heads * (p.head_dim + p.value_dim) / 8);
+    const int block_tokens = std::max(APPEND_THREADS / token_loads, 1);
     const AppendGlobals<T> globals{
         .k = StridedRows<T>(params.k, packed),
         .v = StridedRows<T>(params.v, packed),
@@ -307,17 +322,24 @@ void launch_append_by(const AppendKernels<T>& kernels, const AppendParams& param
         .rotary_positions = params.rotary_positions,
         .slots = params.pages_count * params.pages.page_size,
         .tokens = static_cast<int>(p.tokens),
-        .row_count = static_cast<int>(std::max<int64_t>(params.row_count, 1)),
+        .row_count = row_count,
         .batch = static_cast<int>(params.batch),
         .most_keys = static_cast<int>(params.most_keys),
         .heads = static_cast<int>(p.kv_heads),
         .head_dim = static_cast<int>(p.head_dim),
-        .value_dim = static_cast<int>(p.value_dim)};
+        .value_dim = static_cast<int>(p.value_dim),
+        .by_row_count = Divisor(row_count),
+        .by_page_size = Divisor(static_cast<int>(params.pages.page_size)),
+        .by_token_loads = Divisor(token_loads),
+        .token_loads = token_loads,
+        .block_tokens = block_tokens};
     const bool codes = params.format != CacheFormat::same;
-    const int64_t threads = codes ? p.tokens * p.kv_heads * 2 * WARP_THREADS
-                                  : p.tokens * p.kv_heads * (p.head_dim + p.value_dim) / 8;
-    const int64_t blocks = std::clamp<int64_t>(ceil_div(threads, APPEND_THREADS), 1, 1 << 16);
-    const dim3 grid(static_cast<unsigned>(blocks));
+    const int64_t blocks = codes
+                               ? ceil_div(p.tokens * p.kv_heads * 2 * WARP_THREADS, APPEND_THREADS)
+                               : ceil_div(p.tokens, block_tokens);
+    // Warps that write codes take several rows where there are many.
+    const dim3 grid(static_cast<unsigned>(codes ? std::min<int64_t>(blocks, 1 << 16) : blocks),
+                    codes ? 1 : static_cast<unsigned>(ceil_div(token_loads, APPEND_THREADS)));
     if (params.format == CacheFormat::nvfp4) {
         kittens::launch({.dependent = kernels.dependent}, kernels.nvfp4, grid, dim3(APPEND_THREADS),
                         dim3(1), 0, stream, globals, params.block_scales);

@@ -29,7 +29,12 @@ struct RotaryTable {
 
     // Elements [column, column + per_load) of a row that stands at a position.
     __device__ __forceinline__ uint4 load(const T* row, int column, int position) const {
-        const uint4 mine = arch::load_global(reinterpret_cast<const uint4*>(row + column));
+        return rotated(arch::load_global(reinterpret_cast<const uint4*>(row + column)), row, column,
+                       position);
+    }
+    // The same of elements that have been loaded.
+    __device__ __forceinline__ uint4 rotated(const uint4& mine, const T* row, int column,
+                                             int position) const {
         if (column >= dim) return mine;
         const int half = dim / 2;
         const int64_t line = int64_t(::min(::max(position, 0), positions - 1)) * half;
