@@ -3,11 +3,13 @@ tile, parts that begin anywhere, rings that wrap, numbers in memory that lead no
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 import thunderkittens as tk
-from helpers.paged import CODES, Case, empty_caches, normal
+from helpers.paged import CODES, Case, empty_caches, normal, to_nvfp4
 from thunderkittens import emulation
 
 if emulation.problem is not None:
@@ -182,6 +184,26 @@ def test_numbers_of_a_schedule_that_are_out_of_range():
             assert not bool(out[0].isnan().any() | lse[0].isnan().any())
             if most[0] != 100:
                 assert bool(out[1].isnan().all() & lse[1].isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("sms", "heads", "of_head"), [(1, (3, 3), 1), (2, (4, 2), 3), (3, (3, 3), 3), (2, (7, 7), 0)]
+)
+def test_parts_of_each_head(sms, heads, of_head):
+    """Which block has which part of an NVFP4 cache, by the number of parts that a head has, changes
+    no bit, whatever that number is."""
+    made = Case([700, 300], [1, 1], heads, (128, 128))
+    to_nvfp4(made, "NHD")
+    with tk.emulate("on_wait", sm_count=sms):
+        schedule = tk.attention_schedule(made.seq_lens, *made.heads, *made.dims, codes=True)
+        if not os.environ.get("THUNDERKITTENS_PORTABLE"):
+            assert schedule[2].item() == of_head
+        expected = made.run(schedule=schedule)
+        made.check(*expected)
+        for other in (-1, 0, 1, 2, 5, 2**31 - 1):
+            schedule[2] = other
+            for x, y in zip(made.run(schedule=schedule), expected, strict=True):
+                assert torch.equal(x, y)
 
 
 @pytest.mark.parametrize("scales", ["none", "tokens"])

@@ -237,7 +237,8 @@ struct Choice {
 
 // A schedule cuts the work of all heads and sequences into parts of equal cost. It is an
 // array of 32-bit integers, which a kernel writes and others read:
-//   header      HEADER_INTS: what it was made for, as a hash; the number of split items
+//   header      HEADER_INTS: what it was made for, as a hash; the number of split items; of the
+//               parts of each head, 0 where one has parts of several heads
 //   positions   parts + 1 of 4: where a part begins, see Position
 //   lengths     2 for each sequence: keys and queries
 //   items       4 for each split item: its line and tile, see Position, first slot, number of slots

@@ -312,6 +312,20 @@ struct EightRowsConsumer : FewRowsConsumer<Kernel> {
     }
 };
 
+// Blocks start in their order. Those of NVFP4 that read the same keys, of one head each, follow
+// each other: so a line with scales of several heads is still in L2 when the next head needs it.
+template <class Kernel>
+__device__ __forceinline__ int part_of_block(const Globals<Kernel>& g) {
+    const int block = static_cast<int>(blockIdx.x);
+    if constexpr (Kernel::nvfp4) {
+        const int heads = g.work.kv_heads, of_head = g.schedule.parts_of_head();
+        const int index = block / heads;
+        if (index < of_head && of_head * int64_t{heads} <= gridDim.x)
+            return (block - index * heads) * of_head + index;
+    }
+    return block;
+}
+
 template <class Kernel>
 __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void few_rows_kernel(
     const __grid_constant__ Globals<Kernel> g) {
@@ -329,7 +343,7 @@ __global__ __launch_bounds__(Kernel::threads, Kernel::blocks_per_sm) void few_ro
     arch::sync_block();
     arch::wait_for_dependencies();
     arch::launch_dependents();
-    Segments segments(g.work, g.schedule, static_cast<int>(blockIdx.x));
+    Segments segments(g.work, g.schedule, part_of_block(g));
     if (!g.schedule.is_of(g.work)) return poison(g);
     if (arch::warp_uniform(warpgroup::groupid()) == 0) {
         if constexpr (Kernel::reallocates) {

@@ -170,16 +170,19 @@ struct Scheduler {
     __device__ __forceinline__ void cut() const {
         const int64_t heads = work.kv_heads, total = heads * load(work.batch, 0);
         // A part has a block at least: so no two cuts are in the same place of an item.
-        int64_t parts = ::min(static_cast<int64_t>(work.parts), total);
+        int64_t parts = ::min(static_cast<int64_t>(work.parts), total), of_each = 0;
         if (work.split_blocks == 0) {
             const bool equal = work.batch > 0 && shared.sums[SCHEDULE_THREADS - 1].unequal == 0;
             const int64_t items = equal ? int64_t{work.batch} * work.tiles(work.queries_of(0)) : 0;
             const int64_t of_head = parts / heads, least = parts - parts / 16;
-            if (of_head * heads >= least)
-                parts = heads * even_parts(of_head, items, (least + heads - 1) / heads);
-            else
+            if (of_head * heads >= least) {
+                of_each = even_parts(of_head, items, (least + heads - 1) / heads);
+                parts = heads * of_each;
+            } else {
                 parts = even_parts(parts, items * heads, least);
+            }
         }
+        if (threadIdx.x == 0) arch::store_global(g.schedule.data + 2, static_cast<int>(of_each));
         for (int p = static_cast<int>(threadIdx.x); p <= work.parts; p += SCHEDULE_THREADS) {
             shared.positions[p] = p < parts ? place(total * p / parts) : end();
         }

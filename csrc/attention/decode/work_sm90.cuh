@@ -165,6 +165,7 @@ struct Schedule {
         return static_cast<uint32_t>(arch::load_global(data)) == work.hash;
     }
     __device__ __forceinline__ int split_items() const { return arch::load_global(data + 1); }
+    __device__ __forceinline__ int parts_of_head() const { return arch::load_global(data + 2); }
     __device__ __forceinline__ Position part(int p) const {
         return arch::bit_cast<Position>(
             arch::load_global(reinterpret_cast<const int4*>(data + positions) + p));
