@@ -108,13 +108,14 @@ print(next((str(p.parents[1]) for r in roots for p in sorted(r.glob('cu13*/inclu
     OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
   foreach(folder ${TK_CUDA_INCLUDE} "${THUNDERKITTENS_CUDA_HOME}/include" ${pip_headers}
                  "$ENV{CUDA_HOME}/include" /usr/local/cuda/include)
-    if(EXISTS ${folder}/cuda_fp8.h AND EXISTS ${folder}/crt/host_config.h)
+    if(EXISTS ${folder}/cuda_fp8.h AND EXISTS ${folder}/crt/host_config.h
+       AND EXISTS ${folder}/nv/target)
       message(STATUS "the emulator's CUDA headers: ${folder}")
       set(${result} ${folder} PARENT_SCOPE)
       return()
     endif()
   endforeach()
   message(WARNING "no CUDA headers were found: the package will have no emulator. Run "
-                  "pip install 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt==13.0.*'")
+                  "pip install 'cuda-toolkit[cccl,crt,cudart]==13.0.*'")
   set(${result} "" PARENT_SCOPE)
 endfunction()

@@ -86,7 +86,7 @@ def environment(python: str) -> Path:
     assert listed is not None
     requires = re.findall(r'"(.+?)",?\n', listed[1])
     if os.environ.get("THUNDERKITTENS_CUDA", "ON").upper() in ("OFF", "0", "FALSE"):
-        requires = [r.replace("[nvcc,cccl,crt,cudart,nvvm]", "[crt,cudart]") for r in requires]
+        requires = [r.replace("[nvcc,cccl,crt,cudart,nvvm]", "[cccl,crt,cudart]") for r in requires]
     run(folder / "bin/pip", "install", "--quiet", *requires, *TOOLS)
     return folder / "bin/python"
 

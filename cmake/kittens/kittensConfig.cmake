@@ -42,7 +42,8 @@ print(*(spec.submodule_search_locations if spec else []), sep=';')"
   endif()
   set(toolkit cuda)  # the system's
   foreach(folder IN LISTS folders ITEMS /usr/local/${toolkit}/include)
-    if(EXISTS ${folder}/cuda_fp8.h AND EXISTS ${folder}/crt/host_config.h)
+    if(EXISTS ${folder}/cuda_fp8.h AND EXISTS ${folder}/crt/host_config.h
+       AND EXISTS ${folder}/nv/target)
       set(${result} ${folder} PARENT_SCOPE)
       return()
     endif()
@@ -92,7 +93,7 @@ function(kittens_add_python_module name)
   if(arg_EMULATED)
     if(NOT TARGET kittens::emulator)
       message(FATAL_ERROR "kittens_add_python_module: the emulator needs CUDA 13's headers: pip "
-                          "install 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt==13.0.*', or set "
+                          "install 'cuda-toolkit[cccl,crt,cudart]==13.0.*', or set "
                           "KITTENS_CUDA_INCLUDE")
     endif()
     # A file may be CUDA in one target and C++ in another, which CMake cannot say of the file.

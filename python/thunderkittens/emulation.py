@@ -232,8 +232,7 @@ _BITS = {
 
 NO_HEADERS = (
     "kernels for the emulator are compiled with CUDA 13's headers (no CUDA compiler is needed), "
-    "which are not here: pip install 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt==13.0.*', or "
-    "set CUDA_HOME"
+    "which are not here: pip install 'cuda-toolkit[cccl,crt,cudart]==13.0.*', or set CUDA_HOME"
 )
 
 
@@ -249,7 +248,7 @@ def cuda_headers() -> Path | None:
         for root in spec.submodule_search_locations or []:
             folders += sorted(Path(root).glob("cu13*/include"))
     folders.append(Path("/usr/local", "cuda", "include"))
-    needed = ("cuda_fp8.h", "crt/host_config.h")
+    needed = ("cuda_fp8.h", "crt/host_config.h", "nv/target")
     return next((f for f in folders if all((f / name).is_file() for name in needed)), None)
 
 
