@@ -450,6 +450,17 @@ assert "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_headers_are_of_a_folder_that_has_all(tmp_path, monkeypatch):
+    """pip has them in three packages, of which torch brings but one."""
+    monkeypatch.setenv("THUNDERKITTENS_CUDA_HOME", str(tmp_path))
+    include = tmp_path / "include"
+    for name in ("cuda_fp8.h", "crt/host_config.h", "nv/target"):
+        assert emulation.cuda_headers() != include
+        (include / name).parent.mkdir(parents=True, exist_ok=True)
+        (include / name).touch()
+    assert emulation.cuda_headers() == include
+
+
 @pytest.mark.timeout(300)
 def test_the_example_runs():
     """Its kernel is compiled by the C++ compiler and runs under every policy."""
