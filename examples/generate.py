@@ -13,8 +13,8 @@ and for 64, beside PyTorch's attention:
   loop "transformers"   `LlamaForCausalLM` with its static cache, whose attention is this package's
                         ("thunderkittens") or PyTorch's ("sdpa")
 
-A step is compiled, picks the likeliest token, and on a GPU is one CUDA graph, mask and schedule
-included. Caches hold random keys and values; all ways of a loop have the same. A call generates
+Layers are compiled, one for all of a model. A step picks the likeliest token, and on a GPU is one
+CUDA graph, mask and schedule included. Caches hold random keys and values; all ways of a loop have the same. A call generates
 several tokens from the end of the context on. The logits of its first step are checked as
 docs/benchmarks.md says, but for those of 4 bits, which round.
 """
@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -44,7 +44,8 @@ from thunderkittens.bench.models import MODELS, Model, weights
 
 
 class Block(nn.Module):
-    """Causal attention with fewer heads of keys, over a cache, and a gated MLP."""
+    """Causal attention with fewer heads of keys, over a cache, and a gated MLP. What a block adds to
+    the stream, the next one adds up beside its norm: one kernel where a block is compiled alone."""
 
     def __init__(self, sizes: Model, index: int) -> None:
         super().__init__()
@@ -56,12 +57,15 @@ class Block(nn.Module):
         self.o = nn.Linear(width, sizes.hidden, bias=False)
         self.mlp = GatedMlp(sizes.hidden, sizes.intermediate)
 
-    def forward(self, x: Tensor, step: Any, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, change: Tensor, step: Any, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x = x + change
         qkv = self.qkv(self.norm_1(x)).unflatten(-1, (-1, self.dim))
         q, k, v = qkv.split(self.heads, dim=2)
         q, k = (rotated(y, cos, sin).to(x.dtype) for y in (q, k))
         x = x + self.o(step.attend(self.index, q, k, v).flatten(2))
-        return x + self.mlp(self.norm_2(x))
+        return x, self.mlp(self.norm_2(x))
 
 
 class Llama(nn.Module):
@@ -80,10 +84,11 @@ class Llama(nn.Module):
         step = cache.step(tokens.shape[1], **options)
         x = self.embedding(tokens)
         cos, sin = self.turns(step.positions)
+        change = torch.zeros_like(x)
         for block in self.blocks:
-            x = block(x, step, cos, sin)
+            x, change = block(x, change, step, cos, sin)
         step.advance()
-        return self.head(self.norm(x[:, -1]))
+        return self.head(self.norm((x + change)[:, -1]))
 
     def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self.cos[positions].unsqueeze(2), self.sin[positions].unsqueeze(2)
@@ -231,6 +236,35 @@ class Generation:
         return (self.first,)
 
 
+class Layer(nn.Module):
+    """A layer of a model, compiled. All run the code of one, which is compiled once, as nothing that
+    is traced differs between them: `view` gives the arguments, the cache or the step among them,
+    such that the layer is the first, and there is no other."""
+
+    def __init__(self, layer: nn.Module, view: Callable[..., Any], device: torch.device) -> None:
+        super().__init__()
+        self.layer, self.view = torch.compile(layer, **steps.compiler(device)), view
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        args, options = self.view(*args, **options)
+        return self.layer(*args, **options)
+
+
+def replaced(module: nn.Module, **attributes: Any) -> Any:
+    """The module with other attributes, and the same weights."""
+    other = copy.copy(module)
+    other._modules = dict(module._modules)
+    for name, value in attributes.items():
+        setattr(other, name, value)
+    return other
+
+
+def unguarded(tensors: Iterable[Tensor]) -> None:
+    """Addresses of caches are static, but code that is compiled serves others too."""
+    for x in tensors:
+        torch._dynamo.mark_static_address(x, guard=False)
+
+
 OURS, BITS_4, ALL_4_BITS = "tk.nn cache", "NVFP4, head bf16", "NVFP4, head NVFP4"
 INTEGRATION = "transformers' static cache"
 WAYS = {"own": (OURS, BITS_4, ALL_4_BITS), "transformers": (INTEGRATION,)}
@@ -274,9 +308,15 @@ class OwnLoop:
         if way in (BITS_4, ALL_4_BITS):
             model = copy.deepcopy(model)
             tk.convert(model, "nvfp4", filter=lambda _, name: way == ALL_4_BITS or name != "head")
-        run: Any = torch.compile(model, **steps.compiler(self.device)) if compiled else model
+        if compiled:
+            unguarded((*cache.k, *cache.v, cache.lengths))
+            layers = (
+                Layer(replaced(block, index=0), partial(of_layer, index), self.device)
+                for index, block in enumerate(model.blocks)
+            )
+            model = replaced(model, blocks=nn.ModuleList(layers))
         start = partial(cache.lengths.fill_, self.size.context)
-        return Generation(self.size, lambda tokens: run(tokens, cache), start, self.tokens)
+        return Generation(self.size, lambda tokens: model(tokens, cache), start, self.tokens)
 
     @torch.no_grad()
     def exact(self) -> Tensor:
@@ -284,10 +324,19 @@ class OwnLoop:
         step = ExactStep(self)
         x = self.model.embedding(self.tokens).float()
         cos, sin = self.model.turns(torch.full_like(self.tokens, self.size.context))
+        change = torch.zeros_like(x)
         for block in self.model.blocks:
-            x = copy.deepcopy(block).float()(x, step, cos, sin)
+            x, change = copy.deepcopy(block).float()(x, change, step, cos, sin)
         norm, head = (copy.deepcopy(y).float() for y in (self.model.norm, self.model.head))
-        return head(norm(x[:, -1]))
+        return head(norm((x + change)[:, -1]))
+
+
+def of_layer(index: int, x: Tensor, change: Tensor, step: Any, *turns: Tensor) -> Any:
+    """The arguments of a block, whose step has one layer."""
+    one = copy.copy(step)
+    one.cache = copy.copy(step.cache)
+    one.cache.k, one.cache.v = [step.cache.k[index]], [step.cache.v[index]]
+    return (x, change, one, *turns), {}
 
 
 class ExactStep:
@@ -309,6 +358,14 @@ class ExactStep:
         before = self.loop.context(layer, self.loop.size.context)
         keys, values = (torch.cat([x.float(), y], 2) for x, y in zip(before, (k, v), strict=True))
         return keys, values
+
+
+def of_cache(index: int, *args: Any, **options: Any) -> Any:
+    """The arguments of a layer of transformers, whose cache has one layer."""
+    (name,) = {"cache", "past_key_values"} & options.keys()
+    one = copy.copy(options[name])
+    one.layers = [one.layers[index]]
+    return args, options | {name: one}
 
 
 def name_of_cache(module: nn.Module) -> str:
@@ -368,13 +425,18 @@ class TransformersLoop:
         model.load_state_dict(self.model.state_dict(), assign=True)
         model.model.rotary_emb = self.model.model.rotary_emb
         model.set_attn_implementation("sdpa" if way == steps.PEER else "thunderkittens")
-        run: Any = model.eval()
+        model.eval()
         options = {name_of_cache(model): self.cache}
         if compiled:
-            run = torch.compile(run, **steps.compiler(self.device))
+            for x in self.cache.layers:
+                unguarded((x.keys, x.values, x.cumulative_length))
+            layers = model.model.layers
+            for index, layer in enumerate(layers):
+                first = replaced(layer, self_attn=replaced(layer.self_attn, layer_idx=0))
+                layers[index] = Layer(first, partial(of_cache, index), self.device)
 
         def logits(tokens: Tensor) -> Tensor:
-            result: Tensor = run(tokens, **options).logits[:, -1]
+            result: Tensor = model(tokens, **options).logits[:, -1]
             return result
 
         return Generation(self.size, logits, self.start, self.tokens)

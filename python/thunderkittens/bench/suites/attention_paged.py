@@ -275,8 +275,9 @@ def prepare_varlen(
     return lambda: tk.attention_varlen(*packed, causal=True).unflatten(0, (batch, queries))
 
 
-def flash_attention_3() -> Prepared | None:
-    """`flash_attn_with_kvcache` of flash-attention 3, with its metadata made before."""
+def flash_attention_3(dtype: torch.dtype | None = None) -> Prepared | None:
+    """`flash_attn_with_kvcache` of flash-attention 3, with its metadata made before. It multiplies in
+    the dtype of the cache: of one of 8 bits, `dtype`, it has queries that are rounded before."""
     try:
         module = importlib.import_module("flash_attn_interface")
     except ImportError:
@@ -290,8 +291,9 @@ def flash_attention_3() -> Prepared | None:
         seq_lens: Tensor,
         scales: list[Tensor],
     ) -> Callable[[], Any]:
-        if scales:
-            raise NotApplicableError("flash-attention 3 has no caches of NVFP4")
+        if k_cache.dtype != (dtype or q.dtype) or scales:
+            raise NotApplicableError(f"of caches of {dtype or 'the dtype of the queries'}")
+        q = q.to(k_cache.dtype)
         batch, queries, heads, dim = q.shape
         capacity = table.shape[1] * k_cache.shape[1]
         metadata = module.get_scheduler_metadata(
@@ -309,7 +311,7 @@ def flash_attention_3() -> Prepared | None:
             scheduler_metadata=metadata,
         )
 
-    return Prepared(prepare)
+    return Prepared(prepare, another_problem=dtype is not None)
 
 
 def implementations(device: torch.device) -> dict[str, Implementation]:
@@ -319,9 +321,11 @@ def implementations(device: torch.device) -> dict[str, Implementation]:
         "copy": Prepared(prepare_copy, another_problem=True),
         "attention_varlen": Prepared(prepare_varlen),
     }
-    theirs = flash_attention_3() if device.type == "cuda" else None
-    if theirs is not None:
-        found["flash-attention 3"] = theirs
+    if device.type == "cuda":
+        for name, dtype in (("", None), (", queries of e4m3", torch.float8_e4m3fn)):
+            theirs = flash_attention_3(dtype)
+            if theirs is not None:
+                found[f"flash-attention 3{name}"] = theirs
     return found
 
 
