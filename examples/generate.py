@@ -14,9 +14,9 @@ and for 64, beside PyTorch's attention:
                         ("thunderkittens") or PyTorch's ("sdpa")
 
 Layers are compiled, one for all of a model. A step picks the likeliest token, and on a GPU is one
-CUDA graph, mask and schedule included. Caches hold random keys and values; all ways of a loop have the same. A call generates
-several tokens from the end of the context on. The logits of its first step are checked as
-docs/benchmarks.md says, but for those of 4 bits, which round.
+CUDA graph, mask and schedule included. Caches hold random keys and values; all ways of a loop have
+the same. A call generates several tokens from the end of the context on. The logits of its first
+step are checked as docs/benchmarks.md says, but for those of 4 bits, which round.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from thunderkittens.bench.models import MODELS, Model, weights
 
 
 class Block(nn.Module):
-    """Causal attention with fewer heads of keys, over a cache, and a gated MLP. What a block adds to
-    the stream, the next one adds up beside its norm: one kernel where a block is compiled alone."""
+    """Causal attention with fewer heads of keys, over a cache, and a gated MLP. The next block adds
+    up what this one changes, beside its norm: one kernel also where blocks are compiled alone."""
 
     def __init__(self, sizes: Model, index: int) -> None:
         super().__init__()
@@ -175,6 +175,8 @@ def randomize(model: nn.Module, generator: torch.Generator) -> nn.Module:
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
+        else:
+            parameter.fill_(1)
     return model
 
 
@@ -237,9 +239,9 @@ class Generation:
 
 
 class Layer(nn.Module):
-    """A layer of a model, compiled. All run the code of one, which is compiled once, as nothing that
-    is traced differs between them: `view` gives the arguments, the cache or the step among them,
-    such that the layer is the first, and there is no other."""
+    """A layer of a model, compiled. All run the code of one, which is compiled once, as nothing
+    that is traced differs between them: by `view` of its arguments, of which one is a cache or a
+    step, each layer is the first, and there is no other."""
 
     def __init__(self, layer: nn.Module, view: Callable[..., Any], device: torch.device) -> None:
         super().__init__()
@@ -277,9 +279,9 @@ class OwnLoop:
         self, size: Size, batch: int, device: torch.device, generator: torch.Generator
     ) -> None:
         self.size, self.device = size, device
-        with device:
+        with torch.device("meta"):
             model = Llama(size.sizes, size.layers, size.length).bfloat16()
-        self.model = randomize(model, generator).eval()
+        self.model = randomize(model.to_empty(device=device), generator).eval()
         for name in ("cos", "sin"):  # positions need more digits than bfloat16 has
             table = angles(size.length, size.sizes.head_dim)[name == "sin"]
             setattr(self.model, name, table.to(device))

@@ -276,8 +276,8 @@ def prepare_varlen(
 
 
 def flash_attention_3(dtype: torch.dtype | None = None) -> Prepared | None:
-    """`flash_attn_with_kvcache` of flash-attention 3, with its metadata made before. It multiplies in
-    the dtype of the cache: of one of 8 bits, `dtype`, it has queries that are rounded before."""
+    """`flash_attn_with_kvcache` of flash-attention 3, with its metadata made before. It multiplies
+    in the dtype of the cache: of one of 8 bits, `dtype`, it has queries that are rounded before."""
     try:
         module = importlib.import_module("flash_attn_interface")
     except ImportError:
