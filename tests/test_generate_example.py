@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,6 +95,22 @@ def test_four_bits(example):
             loop.prepare(way, compiled=False)
     assert found == {example.BITS_4: ["head"], example.ALL_4_BITS: []}
     assert type(loop.model.head) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("kind", ["own", "transformers"])
+def test_layers_share_code(kind, example):
+    """However many there are, one is compiled; the first of ours also makes the schedule."""
+    if kind == "transformers":
+        pytest.importorskip("transformers")
+    size = replace(example.SIZES["tiny"], layers=4)
+    generator = torch.Generator().manual_seed(0)
+    loop = example.LOOPS[kind](size, 2, CPU, generator)
+    graphs = {"own": [2, 1], "transformers": [1, 1]}[kind]
+    for way, count in zip((example.WAYS[kind][0], "PyTorch"), graphs, strict=True):
+        torch._dynamo.utils.counters.clear()
+        first = loop.prepare(way).first
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == count
+        assert torch.equal(first, loop.prepare(way, compiled=False).first)
 
 
 def test_a_wrong_cache_is_found(example, monkeypatch):

@@ -95,6 +95,38 @@ def test_result_files_exist(name):
     assert not any(case["failed"] for case in result.get("cases", []))
 
 
+def test_tokens_per_second_are_those_of_the_file():
+    """A table of loops by sizes and batches, and what its text says of NVFP4 weights."""
+    found = {}
+    for case in json.loads((RESULTS / "generate.json").read_text())["cases"]:
+        size, batch, loop, way = (case["parameters"][k] for k in ("size", "batch", "loop", "way"))
+        for name, result in case["results"].items():
+            rate = batch / result["time_us"]["median"] * 1e6
+            found[loop if name == "PyTorch" else way, size.upper(), batch] = rate
+    text = NOTES.partition("Tokens per second")[2].partition("\n## ")[0]
+    names, _, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    )
+    assert names[1:] == ["1B, 1", "1B, 64", "8B, 1", "8B, 64"]
+    ways = ["tk.nn cache", "NVFP4, head bf16", "NVFP4, head NVFP4", "own"]
+    ways += ["transformers' static cache", "transformers"]
+    for way, (_, *figures) in zip(ways, rows, strict=True):
+        for name, figure in zip(names[1:], figures, strict=True):
+            size, batch = name.split(", ")
+            assert figure == f"{found[way, size, int(batch)]:.0f}"
+    gains = [
+        f"{found[way, size, batch] / found['tk.nn cache', size, batch]:.2f} "
+        for way, size, batch in (
+            *(("NVFP4, head NVFP4", size, 1) for size in ("8B", "1B")),
+            *(("NVFP4, head bf16", size, 1) for size in ("8B", "1B")),
+            ("NVFP4, head NVFP4", "8B", 64),
+        )
+    ]
+    assert re.findall(r"\d\.\d\d\s", text.replace("\n", " ").rpartition("|")[2]) == gains
+
+
 SUMMARIES = sorted(
     path
     for path in (ROOT / "docs" / "performance").glob("*.md")
