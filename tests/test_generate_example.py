@@ -97,7 +97,9 @@ def test_four_bits(example):
     assert type(loop.model.head) is torch.nn.Linear
 
 
-@pytest.mark.parametrize("kind", ["own", "transformers"])
+@pytest.mark.parametrize(
+    "kind", ["own", pytest.param("transformers", marks=pytest.mark.intensity(2))]
+)
 def test_layers_share_code(kind, example):
     """However many there are, one is compiled; the first of ours also makes the schedule."""
     if kind == "transformers":
