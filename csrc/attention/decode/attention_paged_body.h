@@ -97,17 +97,15 @@ struct CacheOptions {
     bool int8 = false;  // codes that the emulator has as those of fp8
 };
 
+// At the begin of `memory`.
 template <class Tensor>
-Tensor write_schedule(const Backend<Tensor>& on, const SequenceOptions<Tensor>& sequences,
-                      Params& params, const Choice& choice, const Tensor& like) {
-    const ScheduleShape shape = schedule_shape(params.problem, choice.parts);
-    Tensor schedule = empty({shape.ints()}, DType::int32, like);
-    params.schedule = data_as<int>(schedule);
-    auto launch = on.launch("attention_paged schedule", like);
+void write_schedule(const Backend<Tensor>& on, const SequenceOptions<Tensor>& sequences,
+                    Params& params, const Choice& choice, const Tensor& memory) {
+    params.schedule = data_as<int>(memory);
+    auto launch = on.launch("attention_paged schedule", memory);
     sequences.may_be_read_by(launch);
-    launch.may_write("schedule", schedule);
+    launch.may_write("schedule", memory);
     launch_schedule_of(choice.config.portable, params, launch.stream);
-    return schedule;
 }
 
 template <class Tensor>
@@ -132,7 +130,10 @@ Tensor attention_schedule_body(const Backend<Tensor>& on, const SequenceOptions<
     check_supported(OP, unsupported(p, on.device(sequences.seq_lens)));
     const Choice choice = choose(p, on.device(sequences.seq_lens));
     params.parts = choice.parts;
-    return write_schedule(on, sequences, params, choice, sequences.seq_lens);
+    Tensor schedule =
+        empty({schedule_shape(p, choice.parts).ints()}, DType::int32, sequences.seq_lens);
+    write_schedule(on, sequences, params, choice, schedule);
+    return schedule;
 }
 
 template <class Tensor>
@@ -267,22 +268,25 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
     }
     params.parts = choice.parts;
     const ScheduleShape shape = schedule_shape(p, choice.parts);
-    std::optional<Tensor> schedule = options.schedule;
-    if (schedule) {
-        check_vector(OP, "schedule", *schedule, DType::int32, q_in);
-        TK_CHECK(schedule->numel() == shape.ints(), OP, ": schedule must have ", shape.ints(),
-                 " numbers for this call, got ", schedule->numel(),
-                 "; tk.attention_schedule makes it from the same arguments");
-        TK_CHECK(reinterpret_cast<uintptr_t>(schedule->data_ptr()) % 16 == 0, OP,
-                 ": schedule must begin at a multiple of 16 bytes");
-        params.schedule = data_as<int>(*schedule);
-    } else {
-        schedule = write_schedule(on, sequences, params, choice, q_in);
-    }
+    // A schedule and partial results: one allocation, which costs the host as much as a check of
+    // all operands.
+    const int64_t own_ints = options.schedule ? 0 : shape.ints();
     const int64_t partial_rows = shape.slots * p.tile_rows();
-    Tensor partial = empty({partial_rows * (p.value_dim + 1)}, DType::fp32, q_in);
-    params.partial_out = data_as<float>(partial);
+    Tensor workspace = empty({own_ints + partial_rows * (p.value_dim + 1)}, DType::int32, q_in);
+    params.partial_out = data_as<float>(workspace) + own_ints;
     params.partial_lse = params.partial_out + partial_rows * p.value_dim;
+    if (options.schedule) {
+        const Tensor& schedule = *options.schedule;
+        check_vector(OP, "schedule", schedule, DType::int32, q_in);
+        TK_CHECK(schedule.numel() == shape.ints(), OP, ": schedule must have ", shape.ints(),
+                 " numbers for this call, got ", schedule.numel(),
+                 "; tk.attention_schedule makes it from the same arguments");
+        TK_CHECK(reinterpret_cast<uintptr_t>(schedule.data_ptr()) % 16 == 0, OP,
+                 ": schedule must begin at a multiple of 16 bytes");
+        params.schedule = data_as<int>(schedule);
+    } else {
+        write_schedule(on, sequences, params, choice, workspace);
+    }
     auto launch = on.launch("attention_paged", choice, q_in);
     reads_operands(launch);
     for (const auto& [name, x] : {std::pair{"mask", &options.mask},
@@ -294,10 +298,10 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
                                   {"k_block_scale", &options.k_block_scale},
                                   {"v_block_scale", &options.v_block_scale},
                                   {"rotary_seqlens", &options.rotary_seqlens},
-                                  {"schedule", &schedule}}) {
+                                  {"schedule", &options.schedule}}) {
         launch.may_read(name, *x);
     }
-    launch.may_write("partial results", partial);
+    launch.may_write("workspace", workspace);
     TK_CHECK(launch_choice(choice, params, launch.stream), OP, ": no kernel ", kernel_name(choice),
              " in this build");
     if (shape.slots > 0) launch_combine_of(choice.config.portable, p.dtype, params, launch.stream);

@@ -149,7 +149,7 @@ def attention_paged(
     """
     # The options that most calls have. Compilers do not trace whether two tuples are one.
     short = (
-        not torch.compiler.is_compiling()
+        not torch.compiler.is_dynamo_compiling()
         and window_size is shared.UNBOUNDED
         and cu_seqlens_q is None
         and not return_lse
@@ -166,14 +166,14 @@ def attention_paged(
         and rotary_cos is None
     )
     if short and k is None and v is None and rotary_sin is None and slot_mapping is None:
-        plain = _plain(
-            *(q, k_cache, v_cache, page_table, seq_lens, schedule, k_scale, v_scale),
-            *(k_block_scale, v_block_scale, scale),
-        )
+        plain = _plain(  # not by a tuple of arguments, which takes time
+            q, k_cache, v_cache, page_table, seq_lens, schedule, k_scale, v_scale, k_block_scale,
+            v_block_scale, scale,
+        )  # fmt: skip
         if plain is not NotImplemented:
             return cast(Tensor, plain)
     _refuse_gradients(q, k, v, k_cache, v_cache, sink)
-    left, right = cache.window(_NAME, window_size)
+    left, right = (-1, -1) if short else cache.window(_NAME, window_size)
     new_keys, chunk = 0, 0
     if attention_chunk is not None:
         cache.require_size(_NAME, "attention_chunk", attention_chunk, 1)
