@@ -147,7 +147,8 @@ def first_wheel(python: Path, source: Path, others: list[str], build: Path) -> P
         "THUNDERKITTENS_COMMIT": commit,
     }
     command = [python, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--verbose"]
-    run(*command, "--wheel-dir", folder, f"-Cbuild-dir={build}", source, env=variables)
+    command += ["--wheel-dir", folder, f"--config-settings=build-dir={build}", source]
+    run(*command, env=variables)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
