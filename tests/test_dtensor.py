@@ -7,22 +7,15 @@ once and forks. The tests look at what became of each case.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import thunderkittens as tk
+from helpers import ranks
 
-RANKS = 2
 CASES: dict[str, Callable[[Any], None]] = {}
 
 
@@ -270,47 +263,9 @@ def other_ops_take_replicated_operands(mesh) -> None:
 # ---- the two ranks ----
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    from torch.distributed.tensor import init_device_mesh
-
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=RANKS
-    )
-    mesh = init_device_mesh("cpu", (RANKS,))
-    faults = {}
-    for name, function in CASES.items():
-        torch.manual_seed(0)
-        try:
-            function(mesh)
-        except Exception:
-            faults[name] = traceback.format_exc()
-    (folder / f"faults{rank}.json").write_text(json.dumps(faults))
-    dist.destroy_process_group()
-
-
-def main(folder: Path) -> None:
-    import thunderkittens.integrations.dtensor as integration
-
-    integration.register()
-    torch.set_num_threads(1)
-    child = os.fork()
-    run_rank(int(child == 0), folder)
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-
-
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory):
-    if not dist.is_available() or not dist.is_gloo_available():
-        pytest.skip("this torch has no gloo")
-    folder = tmp_path_factory.mktemp("ranks")
-    program = [sys.executable, __file__, str(folder)]
-    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=300)
-    files = [folder / f"faults{rank}.json" for rank in range(RANKS)]
-    assert done.returncode == 0, done.stderr
-    assert all(file.exists() for file in files), done.stderr
-    return [json.loads(file.read_text()) for file in files]
+    return ranks.faults_of(__file__, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.timeout(360)
@@ -321,4 +276,7 @@ def test_case(faults, name):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    import thunderkittens.integrations.dtensor as integration
+
+    integration.register()
+    ranks.main(CASES)
