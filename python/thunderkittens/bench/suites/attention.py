@@ -256,7 +256,7 @@ def range_of(dim: int) -> str:
 
 def host_calls(device: torch.device) -> dict[str, Differentiable]:
     """Calls on one head, 128 tokens, D = 128, bf16. PyTorch chooses its back end itself, except
-    where one is named."""
+    where one is named; `sdpa` is its function while `tk.sdpa` takes its calls."""
     import thunderkittens as tk
 
     shape = (1, 1, 128, 128)
@@ -269,6 +269,7 @@ def host_calls(device: torch.device) -> dict[str, Differentiable]:
     calls = {
         "thunderkittens.attention": Differentiable(lambda q, k, v: tk.attention(q, k, v), qkv),
         "thunderkittens.attention, window and sink": Differentiable(window_and_sink, (*qkv, sink)),
+        "thunderkittens.sdpa": Differentiable(F.scaled_dot_product_attention, qkv, tk.sdpa),
         "scaled_dot_product_attention": Differentiable(F.scaled_dot_product_attention, qkv),
     }
     backends = {"FlashAttention": SDPBackend.FLASH_ATTENTION}
