@@ -94,6 +94,22 @@ def test_logits_and_gradients(device, name, padding, saved, calls):
     assert_as_good(actual, eager, exact)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_no_synchronisation(device, name, saved, calls):
+    """A padded batch is not unpadded, and its mask not read by the host."""
+    tokens, mask = batch("both", device)
+    model = load(saved(name), device)
+    model(tokens, attention_mask=mask).logits.float().sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(tokens, attention_mask=mask).logits.float().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert calls == {"attention_varlen": 4}
+
+
 @pytest.mark.parametrize(
     ("name", "cache"),
     [*((name, "dynamic") for name in MODELS), ("Llama", "static"), ("Gemma2", "static")],
