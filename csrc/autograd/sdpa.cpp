@@ -44,43 +44,47 @@ std::atomic<uint64_t> devices{};
 // An op of this package, called with some of its arguments by name; others have their defaults.
 class Callee {
   public:
-    explicit Callee(const std::string& name) : op_(autograd::find_op(name)) {}
+    explicit Callee(const std::string& name) : op_(autograd::find_op(name)) {
+        for (const auto& argument : op_.schema().arguments()) {
+            defaults_.push_back(argument.default_value().value_or(IValue()));
+        }
+    }
 
     int place(const std::string& argument) const {
         return op_.schema().argumentIndexWithName(argument).value();
     }
-    Stack arguments() const {
-        Stack stack;
-        stack.reserve(op_.schema().arguments().size());
-        for (const auto& argument : op_.schema().arguments()) {
-            stack.push_back(argument.default_value().value_or(IValue()));
-        }
-        return stack;
-    }
+    Stack arguments() const { return defaults_; }
     void call(Stack& stack) const { autograd::call_below(op_, stack); }
 
   private:
     c10::OperatorHandle op_;
+    Stack defaults_;
 };
 
-// The arguments of a call of one of aten's ops, by name.
-class Arguments {
-  public:
-    Arguments(const c10::OperatorHandle& op, const Stack& stack)
-        : schema_(op.schema()), first_(stack.data() + stack.size() - schema_.arguments().size()) {}
+// Where an op of aten has its arguments; -1: nowhere.
+struct Places {
+    explicit Places(const c10::FunctionSchema& schema)
+        : count(schema.arguments().size()),
+          query(of(schema, "query")),
+          key(of(schema, "key")),
+          value(of(schema, "value")),
+          attn_bias(of(schema, "attn_bias")),
+          dropout(of(schema, "dropout_p")),
+          causal(of(schema, "is_causal")),
+          scale(of(schema, "scale")),
+          debug_mask(of(schema, "return_debug_mask")),
+          lse_wanted(of(schema, "compute_log_sumexp")),
+          grad_out(of(schema, "grad_out")),
+          out(of(schema, "out")),
+          lse(of(schema, "logsumexp")) {}
 
-    const IValue& operator[](const char* name) const {
-        return first_[schema_.argumentIndexWithName(name).value()];
+    static int of(const c10::FunctionSchema& schema, const char* name) {
+        return schema.argumentIndexWithName(name).value_or(-1);
     }
-    bool given(const char* name) const {
-        const IValue& x = (*this)[name];
-        return x.isTensor() && x.toTensor().defined();
-    }
-    std::size_t count() const { return schema_.arguments().size(); }
 
-  private:
-    const c10::FunctionSchema& schema_;
-    const IValue* first_;
+    std::size_t count;
+    int query, key, value, attn_bias, dropout, causal, scale, debug_mask, lse_wanted, grad_out, out,
+        lse;
 };
 
 struct Problem {
@@ -118,33 +122,37 @@ struct Setup {
 struct Kernel : c10::OperatorKernel {
     std::shared_ptr<const Setup> setup;
     std::size_t index;
+    Places places;
     c10::SafeKernelFunction rest;
     bool flash = index < 2;
 
-    Kernel(std::shared_ptr<const Setup> setup, std::size_t index, c10::SafeKernelFunction rest)
-        : setup(std::move(setup)), index(index), rest(std::move(rest)) {}
+    Kernel(std::shared_ptr<const Setup> setup, std::size_t index, const c10::OperatorHandle& op,
+           c10::SafeKernelFunction rest)
+        : setup(std::move(setup)), index(index), places(op.schema()), rest(std::move(rest)) {}
 
     void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-        std::vector<IValue> results;
-        const Arguments given(op, *stack);
+        Stack results;
+        const IValue* given = stack->data() + stack->size() - places.count;
         if (!(index % 2 == 0 ? forward(given, results) : backward(given, results))) {
             rest.callBoxed(op, keys, stack);
             return;
         }
         calls[index].fetch_add(1, std::memory_order_relaxed);
-        torch::jit::drop(*stack, given.count());
+        torch::jit::drop(*stack, places.count);
         for (IValue& x : results) stack->push_back(std::move(x));
     }
 
-    std::optional<Problem> taken(const Arguments& given) const {
-        const Problem x{given["query"].toTensor(), given["key"].toTensor(),
-                        given["value"].toTensor(), given["is_causal"].toBool(), given["scale"]};
-        if (!plain(x, given["dropout_p"].toDouble())) return std::nullopt;
+    std::optional<Problem> taken(const IValue* given) const {
+        const Problem x{given[places.query].toTensor(), given[places.key].toTensor(),
+                        given[places.value].toTensor(), given[places.causal].toBool(),
+                        given[places.scale]};
+        if (!plain(x, given[places.dropout].toDouble())) return std::nullopt;
         if (flash) {
             // Rows that see no key have another LSE with PyTorch.
             if (x.causal && x.query.size(2) > x.key.size(2)) return std::nullopt;
-        } else if (given.given("attn_bias")) {
-            return std::nullopt;
+        } else {
+            const IValue& bias = given[places.attn_bias];
+            if (bias.isTensor() && bias.toTensor().defined()) return std::nullopt;
         }
         return x;
     }
@@ -154,10 +162,10 @@ struct Kernel : c10::OperatorKernel {
         return int64_t(!causal ? Causal::none : flash ? Causal::lower_right : Causal::upper_left);
     }
 
-    bool forward(const Arguments& given, std::vector<IValue>& results) const {
+    bool forward(const IValue* given, Stack& results) const {
         const auto x = taken(given);
-        if (!x || given["return_debug_mask"].toBool()) return false;
-        const bool lse = flash || given["compute_log_sumexp"].toBool();
+        if (!x || given[places.debug_mask].toBool()) return false;
+        const bool lse = flash || given[places.lse_wanted].toBool();
         const Callee& callee = lse ? setup->with_lse : setup->forward;
         Stack stack = callee.arguments();
         stack[0] = x->query, stack[1] = x->key, stack[2] = x->value;
@@ -165,7 +173,8 @@ struct Kernel : c10::OperatorKernel {
         callee.call(stack);
         const int64_t queries = x->query.size(2), keys = x->key.size(2);
         const auto device = x->query.options();
-        results = {std::move(stack[0])};
+        results.reserve(9);
+        results.push_back(std::move(stack[0]));
         // The state of the random numbers, which nothing reads: without dropout there are none.
         if (flash) {
             results.insert(results.end(),
@@ -183,16 +192,17 @@ struct Kernel : c10::OperatorKernel {
         return true;
     }
 
-    bool backward(const Arguments& given, std::vector<IValue>& results) const {
+    bool backward(const IValue* given, Stack& results) const {
         const auto x = taken(given);
         if (!x) return false;
         const Callee& callee = setup->backward;
-        Tensor lse = given["logsumexp"].toTensor();
+        Tensor lse = given[places.lse].toTensor();
         if (lse.dim() == 4) lse = lse.squeeze(3);
         Stack stack = callee.arguments();
         // grad_out, grad_lse, q, k, v, out, lse
-        stack[0] = given["grad_out"], stack[2] = x->query, stack[3] = x->key, stack[4] = x->value;
-        stack[5] = given["out"], stack[6] = lse;
+        stack[0] = given[places.grad_out], stack[2] = x->query, stack[3] = x->key,
+        stack[4] = x->value;
+        stack[5] = given[places.out], stack[6] = lse;
         stack[setup->causal_back] = mask(x->causal), stack[setup->scale_back] = x->scale;
         if (at::globalContext().deterministicAlgorithms()) {
             stack[setup->deterministic_back] = true;
@@ -217,7 +227,7 @@ void install(const std::string& key_name) {
         const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
         if (!op.hasKernelForDispatchKey(key)) continue;
         library->impl(OPS[i], torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(
-                                  setup, i, op.getComputedKernelForDispatchKey(key))));
+                                  setup, i, op, op.getComputedKernelForDispatchKey(key))));
     }
     const std::lock_guard lock(mutex);
     installed[key_name] = std::move(library);
