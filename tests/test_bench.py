@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -508,6 +509,13 @@ def test_table_without_rich(monkeypatch):
     headings = plain.splitlines()[2]
     assert headings.split() == ["case", "us", "spread", "TFLOP/s", "of", "peak", "TFLOP/s", "ratio"]
     assert len(headings) == len(row_of(plain))
+
+
+def test_table_of_what_multiplies_nothing():
+    case = replace(measured(1.0).case, flops=0.0, bytes=5e5)
+    text = bench.table([replace(measured(10.0, peer=5.0), case=case)], peak=100.0)
+    assert "TFLOP/s" not in text
+    assert row_of(text).split()[-4:] == ["0.0%", "50", "100", "0.500"]
 
 
 def row_of(text: str) -> str:

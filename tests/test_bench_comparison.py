@@ -10,7 +10,7 @@ import random
 import pytest
 
 from thunderkittens import bench
-from thunderkittens.bench import comparison
+from thunderkittens.bench import cli, comparison
 from thunderkittens.bench.comparison import FASTER, NO_CHANGE, SLOWER, Estimate, upper_tail
 
 MACHINE = {"device": "NVIDIA H200", "torch": "2.11", "cuda": "13.0", "cudnn": 9, "driver": "580"}
@@ -204,4 +204,25 @@ def test_command_on_a_run(tmp_path, capsys):
     assert "in all: slower" in capsys.readouterr().out
     settings = json.loads(again.read_text())["settings"]
     assert (settings["shapes"], settings["seed"]) == ("tiny", 5)
+
+
+@pytest.mark.parametrize(
+    ("of_file", "protocol", "of_cases"),
+    [
+        (["stream", "cold"], None, {"0": "stream", "1": "cold"}),
+        (["dirty", "dirty"], "dirty", {}),
+        (["wall clock"], None, {}),
+    ],
+)
+def test_protocols_are_those_of_the_file(of_file, protocol, of_cases):
+    cases = [{"name": str(i), "protocol": p} for i, p in enumerate(of_file)]
+    args = argparse.Namespace(op="gemm", protocol=None, host=False, shapes="tiny", model=None)
+    cli.same_again(args, {"cases": cases})
+    assert (args.protocol, args.protocols) == (protocol, of_cases)
+
+
+def test_regret_is_not_compared(tmp_path):
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps(result_file([1.0])))
+    options = ["gemm", "--device", "cpu"]
     assert run(*options, "--regret", "--compare", str(file)) == 2

@@ -13,7 +13,7 @@ import torch
 
 from test_bench_timing import Event, Gpu
 from thunderkittens import bench
-from thunderkittens.bench import results, stream
+from thunderkittens.bench import results, stream, timing
 from thunderkittens.bench.runner import compare
 from thunderkittens.bench.suites import gemm
 
@@ -122,7 +122,7 @@ def named(gpu: Gpu, name: str, host: float, time: float):
     return call
 
 
-def measured(timer: Simulated, times: dict[str, float], bytes_moved: float = 10 << 20):
+def measured(timer: Simulated, times: dict[str, float], bytes_moved: float = 10 << 20, **options):
     def bind(place: int) -> dict:
         return {name: named(timer.gpu, name, 20, time) for name, time in times.items()}
 
@@ -134,6 +134,7 @@ def measured(timer: Simulated, times: dict[str, float], bytes_moved: float = 10 
         leader=next(iter(times)),
         repetitions=20,
         seconds=1,
+        **options,
     )
 
 
@@ -162,6 +163,22 @@ def test_long_calls_are_cold_unless_stream_is_asked_for():
     assert rounds.protocol == "stream"
     assert always.captured == [(2, 2), (2, 10)]
     assert rounds.timings["ours"].median == pytest.approx(900, rel=0.01)
+
+
+def test_a_protocol_that_is_given():
+    """As of an older file, whatever the length is now."""
+    for time, protocol in ((190.0, "cold"), (210.0, "stream")):
+        rounds = measured(Simulated(), {"ours": time, "peer": 20.0}, protocol=protocol)
+        assert rounds.protocol == protocol
+    assert measured(Simulated(always=True), {"ours": 30.0}, protocol="cold").protocol == "stream"
+
+
+def test_clocks_are_the_mean_of_all_batches(monkeypatch):
+    read = iter(range(1000, 2000))
+    monkeypatch.setattr(timing, "read_clocks", lambda device: {"sm_mhz": float(next(read))})
+    gpu = Gpu()
+    rounds = Cold(gpu).measure({"a": lambda: gpu.submit(20, 30)}, repetitions=40, seconds=1)
+    assert rounds.clocks == {"sm_mhz": (1000 + next(read) - 1) / 2}
 
 
 def test_what_cannot_be_captured_is_cold_and_says_so():

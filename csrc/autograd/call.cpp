@@ -139,25 +139,28 @@ struct Call {
     PyObject ob_base;
     vectorcallfunc function;
     const Signature* signature;
-    PyObject* other;  // torch's function, or what is called where a plain call has failed
+    const Signature* recorded;  // of the op that records gradients, if plain calls may want some
+    PyObject* other;            // torch's function, or what is called where a plain call has failed
 };
 PyTypeObject call_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-PyObject* make(vectorcallfunc function, const Signature* signature, PyObject* other) {
+PyObject* make(vectorcallfunc function, const Signature* signature, PyObject* other,
+               const Signature* recorded = nullptr) {
     auto* const made = PyObject_New(Call, &call_type);
     if (made == nullptr) return nullptr;
     made->function = function;
     made->signature = signature;
+    made->recorded = recorded;
     made->other = Py_NewRef(other);
     return reinterpret_cast<PyObject*>(made);
 }
 
-PyObject* run(const Signature& signature, torch::jit::Stack& stack) {
+PyObject* run(const Signature& signature, torch::jit::Stack& stack, std::size_t results) {
     {
         const pybind11::gil_scoped_release others_run;
         signature.op.callBoxed(&stack);
     }
-    return results_of(stack, signature.results);
+    return results_of(stack, results);
 }
 bool names_any(PyObject* keywords) { return keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0; }
 
@@ -169,26 +172,27 @@ PyObject* call(PyObject* self, PyObject* const* given, std::size_t flags, PyObje
         if (names_any(keywords) || !push_all(stack, *c.signature, given, count)) {
             return PyObject_Vectorcall(c.other, given, flags, keywords);
         }
-        return run(*c.signature, stack);
+        return run(*c.signature, stack, c.signature->results);
     } catch (...) {
         return raised();
     }
 }
 
-// Whether a public function has more to do than to call its op: autocast and transforms are to be
-// applied, or a gradient is to be recorded or refused.
-bool is_plain(const torch::jit::Stack& stack) {
+// The op that a public function has no more to do than to call; none where autocast and transforms
+// are to be applied, or a gradient is to be refused, or recorded by more than an op.
+const Signature* plain_op(const Call& c, const torch::jit::Stack& stack) {
     const auto keys = c10::impl::tls_local_dispatch_key_set();
-    if (!keys.excluded_.has_all(c10::autocast_dispatch_keyset)) return false;
-    if (keys.included_.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return false;
-    const bool records = c10::GradMode::is_enabled();
+    if (!keys.excluded_.has_all(c10::autocast_dispatch_keyset)) return nullptr;
+    if (keys.included_.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return nullptr;
+    const bool enabled = c10::GradMode::is_enabled();
+    bool wanted = false;
     for (const c10::IValue& x : stack) {
         if (!x.isTensor()) continue;
         const at::Tensor& tensor = x.toTensor();
-        if (records && tensor.requires_grad()) return false;
-        if (tensor._fw_grad(/*level=*/0).defined()) return false;
+        wanted |= enabled && tensor.requires_grad();
+        if (tensor._fw_grad(/*level=*/0).defined()) return nullptr;
     }
-    return true;
+    return wanted ? c.recorded : c.signature;
 }
 
 // The error that Python has, given to a function with the arguments of the call, whose result is
@@ -218,11 +222,12 @@ PyObject* call_plainly(PyObject* self, PyObject* const* given, std::size_t flags
     const auto count = static_cast<std::size_t>(PyVectorcall_NARGS(flags));
     try {
         torch::jit::Stack stack;
-        if (names_any(keywords) || !push_all(stack, *c.signature, given, count) ||
-            !is_plain(stack)) {
+        if (names_any(keywords) || !push_all(stack, *c.signature, given, count)) {
             Py_RETURN_NOTIMPLEMENTED;
         }
-        return run(*c.signature, stack);
+        const Signature* const op = plain_op(c, stack);
+        if (op == nullptr) Py_RETURN_NOTIMPLEMENTED;
+        return run(*op, stack, c.signature->results);
     } catch (...) {
         raised();
         return explained(c.other, given, count);
@@ -243,12 +248,19 @@ PyObject* make_call(PyObject*, PyObject* arguments) {
     }
 }
 
-// plain(call, failed): what calls the op where a public function has no more to do, and returns
-// NotImplemented elsewhere. An error of the op goes to `failed(arguments, error)`.
+// plain(call, failed, recorded): what calls the op where a public function has no more to do, and
+// returns NotImplemented elsewhere. An error of the op goes to `failed(arguments, error)`. Where a
+// gradient is wanted, `recorded`, if it is not None, is called instead, an op of the same arguments
+// that records it, and whose further results are its own.
 PyObject* make_plain(PyObject*, PyObject* arguments) {
-    PyObject *of = nullptr, *failed = nullptr;
-    if (!PyArg_ParseTuple(arguments, "O!O", &call_type, &of, &failed)) return nullptr;
-    return make(call_plainly, reinterpret_cast<const Call*>(of)->signature, failed);
+    PyObject *of = nullptr, *failed = nullptr, *recorded = nullptr;
+    if (!PyArg_ParseTuple(arguments, "O!OO", &call_type, &of, &failed, &recorded)) return nullptr;
+    if (recorded != Py_None && !PyObject_TypeCheck(recorded, &call_type)) {
+        PyErr_SetString(PyExc_TypeError, "recorded must be a call of an op, or None");
+        return nullptr;
+    }
+    return make(call_plainly, reinterpret_cast<const Call*>(of)->signature, failed,
+                recorded == Py_None ? nullptr : reinterpret_cast<const Call*>(recorded)->signature);
 }
 
 PyMethodDef functions[] = {{"call", make_call, METH_VARARGS, nullptr},

@@ -171,14 +171,17 @@ def _shorten_calls() -> None:
     has_calls = True
 
 
-def plain(call: object, failed: Callable[..., object]) -> Callable[..., Any]:
+def plain(
+    call: object, failed: Callable[..., object], recorded: object = None
+) -> Callable[..., Any]:
     """Of what an op calls, a call that returns NotImplemented where a public function has more to
     do than to call the op, and everywhere without the module _call. `failed` gets the arguments and
-    the error of a call that fails, and gives its result."""
+    the error of a call that fails, and gives its result. `recorded` is what another op calls, which
+    is called where a gradient is wanted."""
     if not has_calls:
         return lambda *args: NotImplemented
     plainly: Callable[..., Any] = importlib.import_module("thunderkittens._call").plain(
-        call, failed
+        call, failed, recorded
     )
     return plainly
 

@@ -135,12 +135,24 @@ std::optional<Tensor> readable_residual(const std::optional<Tensor>& residual, K
     return readable ? *residual : copy_for_tensor_map(*residual);
 }
 
+// Makes the rows of a batch those of one matrix, where they lie evenly.
+inline bool merge_rows(View& view) {
+    const bool even =
+        view.size[1] == 1 || view.size[2] == 1 || view.stride[1] == view.size[2] * view.stride[2];
+    if (!even) return false;
+    if (view.size[2] == 1) view.stride[2] = view.stride[1];
+    view.size[2] *= view.size[1];
+    view.size[1] = 1;
+    view.stride[1] = view.size[2] * view.stride[2];
+    return true;
+}
+
 template <class Tensor>
 Outputs<Tensor> gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tensor& b,
                           const std::optional<Tensor>& bias,
                           std::optional<typename Backend<Tensor>::ScalarType> out_type,
                           const Options<Tensor>& options) {
-    const Shape s = check_call(a, b, bias, out_type, options);
+    Shape s = check_call(a, b, bias, out_type, options);
     const auto guard = on.guard(a);
     if (options.residual) check_like_out("residual", *options.residual, a, s);
     if (options.out) check_like_out("out", *options.out, a, s);
@@ -156,7 +168,11 @@ Outputs<Tensor> gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tens
     if (bias) row = s.n > 1 && bias->stride(0) != 1 ? packed(*bias) : *bias;
     TK_CHECK(s.out_n == 1 || result.out.stride(-1) == 1, OP,
              ": out must have adjacent elements in its last dimension");
-    const View out = as_4d(result.out);
+    View out = as_4d(result.out);
+    if (b.dim() == 2 && !left.swapped && !options.residual && !options.out &&
+        merge_rows(left.view) && merge_rows(out)) {
+        s.m *= s.batch, s.batch = 1;
+    }
     const bool counts =
         fits_short_k(left) && fits_short_k(right) && out.stride[2] <= SHORT_K_OUT_STRIDE;
     const Problem problem{.m = s.m,

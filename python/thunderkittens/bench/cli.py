@@ -31,7 +31,7 @@ from .cases import Case
 from .host import measure_host
 from .runner import Measurement, compare
 from .stream import PROTOCOLS, make_timer
-from .timing import COLD, Timer
+from .timing import COLD, DIRTY, STREAM, Timer
 
 WHOLE = ("training",)  # modules beside the suites, with a suite's interface, of more than an op
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -78,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         summary = (suite.__doc__ or "").strip().splitlines()[0]
         op = ops.add_parser(name, help=summary, description=summary)
         op.set_defaults(dtype=None, host=False, protocol=None, regret=False, model=None)
+        op.set_defaults(protocols={})  # of cases, by the file of --compare
         add_options(op, suite)
         more = "" if name in WHOLE else f", {DRAWN}"
         shapes = f"{', '.join(suite.SHAPES)}{more} (on a CPU: tiny)"
@@ -312,7 +313,12 @@ def run_device(args: argparse.Namespace, device: torch.device, record: dict[str,
             profiled.add(measurement)
 
     measurements = compare(
-        followed(cases), implementations, timer=timer, progress=finish, **settings
+        followed(cases),
+        implementations,
+        timer=timer,
+        progress=finish,
+        protocols=args.protocols,
+        **settings,
     )
     peak = record["peak_tflops"]
     if is_drawn(args):
@@ -394,8 +400,14 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def same_again(args: argparse.Namespace, old: dict[str, Any]) -> None:
-    """Sets what the options leave open to what the file was measured with."""
+    """Sets what the options leave open to what the file was measured with: calls whose length is
+    near where the protocol changes have that of the file."""
     settings = old.get("settings", {})
+    if args.protocol is None:
+        of_cases = {c["name"]: results.protocol_of(old, c) for c in old.get("cases", ())}
+        if set(of_cases.values()) == {DIRTY}:
+            args.protocol = DIRTY
+        args.protocols = {name: p for name, p in of_cases.items() if p in (STREAM, COLD)}
     if args.host or args.shapes or args.model or args.op in WHOLE:
         return
     if settings.get("model"):

@@ -11,9 +11,9 @@ between steps, the start and the end of a kernel. The limits are from:
 - memory: the bandwidth of PyTorch's copy of a large buffer, measured before the cases;
 - host: the time that an eager call takes to return, measured behind each case.
 
-The clock is what the GPU ran at under the case, where NVML says it (nvidia-ml-py), else the highest
-that the device's properties have. A protocol that hides launches leaves a host's share above 1: an
-eager loop of such calls is as slow as the host.
+The clock is the mean of what the GPU ran at under the case, where NVML says it (nvidia-ml-py), else
+the highest that the device's properties have. A protocol that hides launches leaves a host's share
+above 1: an eager loop of such calls is as slow as the host.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ class Profile:
                 f"Tensor cores and exponentials: {count} SMs at the clock ({', '.join(sources)})."
             )
         lines.append(
-            "A share is the time that the limit takes for the op's least work over the op's."
+            "A share is the time that the limit takes for the op's least work over the op's. The "
+            "host's above 100%: a loop of eager calls takes as long as the host."
         )
         return "\n".join(lines)
 

@@ -81,38 +81,48 @@ def number(value: float, form: str) -> str:
     return "-" if math.isnan(value) else format(value, form)
 
 
-def subject_cells(measurement: Measurement, peak: float | None) -> list[str]:
+def subject_cells(measurement: Measurement, peak: float | None, moving: bool) -> list[str]:
     timing = measurement.timings.get(measurement.subject)
     if timing is None:
-        return ["failed", "-", "-", "-"]
+        return ["failed", "-", "-"] + ["-"] * (not moving)
+    cells = [f"{timing.median:.1f}", f"{timing.spread:.1%}"]
+    if moving:
+        return [*cells, f"{measurement.gigabytes_per_second(measurement.subject):.0f}"]
     tflops = measurement.tflops(measurement.subject)
-    share = f"{tflops / peak:.0%}" if peak else "-"
-    return [f"{timing.median:.1f}", f"{timing.spread:.1%}", f"{tflops:.1f}", share]
+    return [*cells, f"{tflops:.1f}", f"{tflops / peak:.0%}" if peak else "-"]
 
 
 def table(measurements: Sequence[Measurement], *, peak: float | None = None) -> str:
     """The figures of every case, the geometric means per group, and the notes, as text.
 
     A ratio is the peer's time over the subject's: above 1 the subject is faster. `peak` is the
-    hardware's limit in TFLOP/s; the spread is the interquartile range over the median.
+    hardware's limit in TFLOP/s; the spread is the interquartile range over the median. Cases that
+    multiply nothing have GB/s.
     """
     if not measurements:
         return "no cases"
     subject, *peers = names_of(measurements)
     protocols = [m.protocol for m in measurements if m.protocol]
     mixed = len(set(protocols)) > 1
-    headings = ["\ncase", f"{subject}\nus", "\nspread", "\nTFLOP/s", "\nof peak"]
-    headings += ["\nprotocol"] * mixed
+    moving = all(m.case.flops == 0 for m in measurements)
+    unit = "GB/s" if moving else "TFLOP/s"
+    headings = ["\ncase", f"{subject}\nus", "\nspread", f"\n{unit}"]
+    headings += ["\nof peak"] * (not moving) + ["\nprotocol"] * mixed
     for peer in peers:
-        headings += [f"{peer}\nTFLOP/s", "\nratio"]
+        headings += [f"{peer}\n{unit}", "\nratio"]
     figures = Grid(headings)
     for place, measurement in enumerate(measurements):
         if place and measurement.case.groups[:1] != measurements[place - 1].case.groups[:1]:
             figures.sections.append(place)
-        row = [measurement.case.name, *subject_cells(measurement, peak)]
+        row = [measurement.case.name, *subject_cells(measurement, peak, moving)]
         row += [measurement.protocol] * mixed
         for peer in peers:
-            row += [number(measurement.tflops(peer), ".1f"), number(measurement.ratio(peer), ".3f")]
+            rate = (
+                number(measurement.gigabytes_per_second(peer), ".0f")
+                if moving
+                else number(measurement.tflops(peer), ".1f")
+            )
+            row += [rate, number(measurement.ratio(peer), ".3f")]
         figures.rows.append(row)
     parts = [figures.text()]
     if protocols and not mixed:

@@ -82,6 +82,7 @@ def measure(
     seconds: float,
     seed: int,
     checked: bool,
+    protocol: str = "",
 ) -> Measurement:
     """Check and time one case. An implementation that raises gets a note instead of figures."""
     measurement = Measurement(case, subject)
@@ -126,7 +127,16 @@ def measure(
                 call()
         timer.synchronize()
         rounds = rounds_of(
-            case, implementations, group, inputs, subject, timer, repetitions, seconds, seed
+            case,
+            implementations,
+            group,
+            inputs,
+            subject,
+            timer,
+            repetitions,
+            seconds,
+            seed,
+            protocol,
         )
         measurement.timings |= rounds.timings
         measurement.clocks = measurement.clocks or rounds.clocks
@@ -150,6 +160,7 @@ def rounds_of(
     repetitions: int,
     seconds: float,
     seed: int,
+    protocol: str,
 ) -> Rounds:
     """Times of the calls, bound to `inputs`, and where inputs rotate to others like them."""
     if not isinstance(timer, StreamTimer):
@@ -167,6 +178,7 @@ def rounds_of(
         leader=subject if subject in calls else next(iter(calls)),
         repetitions=repetitions,
         seconds=seconds,
+        protocol=protocol,
     )
 
 
@@ -182,6 +194,7 @@ def compare(
     seed: int = 0,
     checked: bool = True,
     progress: Callable[[Measurement], None] | None = None,
+    protocols: Mapping[str, str] | None = None,
 ) -> list[Measurement]:
     """Measure every implementation on every case.
 
@@ -189,9 +202,10 @@ def compare(
     `subject`, by default the first, is the one whose ratios to the others are reported. All get the
     same N(0, 1) inputs, drawn from `seed`. Each is repeated until it has `repetitions` samples or
     the case has taken `seconds` per implementation. Without a `timer`, short calls are timed by the
-    protocol `stream` and long ones `cold` (stream.py). With `checked`, results are first held
-    against the case's oracle, and a subject that is not accurate is not timed. `progress` is called
-    after each case. A GPU that an error has made unusable ends the run with what there is by then.
+    protocol `stream` and long ones `cold` (stream.py); `protocols` has the one to take instead, by
+    the names of cases. With `checked`, results are first held against the case's oracle, and a
+    subject that is not accurate is not timed. `progress` is called after each case. A GPU that an
+    error has made unusable ends the run with what there is by then.
 
         from thunderkittens.bench import compare, table
         from thunderkittens.bench.suites import gemm
@@ -223,6 +237,7 @@ def compare(
                     seconds=seconds,
                     seed=seed,
                     checked=checked,
+                    protocol=(protocols or {}).get(case.name, ""),
                 )
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
             measurement = Measurement(case, subject, notes={subject: first_line(error)})

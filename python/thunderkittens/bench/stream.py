@@ -221,13 +221,17 @@ class StreamTimer:
         leader: str,
         repetitions: int,
         seconds: float,
+        protocol: str = "",
     ) -> Rounds:
         """Times the calls of a case; `another(i)` binds them to a further set of inputs.
 
-        `leader` is the call whose length decides about the protocol, `held` the bytes of a set.
+        `leader` is the call whose length decides about the protocol, if that is not given; `held`
+        the bytes of a set.
         """
         estimate = self.cold.measure(calls, repetitions=ESTIMATES, seconds=seconds / 4)
-        if not self.always and estimate.timings[leader].median > SHORT_US:
+        if not protocol and estimate.timings[leader].median > SHORT_US:
+            protocol = COLD
+        if not self.always and protocol == COLD:
             return self.cold.measure(calls, repetitions=repetitions, seconds=seconds)
         copies = copies_for(bytes_moved or held, self.l2_bytes, held, self.free_bytes())
         sets = [calls, *(another(place) for place in range(1, copies))]

@@ -259,13 +259,15 @@ class CudaTimer:
         """Batches of rounds, short enough to keep the time limit, until there is enough."""
         samples: dict[str, list[float]] = {name: [] for name in calls}
         late: dict[str, list[float]] = {name: [] for name in calls}
-        clocks: dict[str, float] = {}
+        clocks: dict[str, list[float]] = {}
         self.flushes, turn, rounds = 1, 0, 1
         deadline = self.clock() + seconds * len(calls)
         while True:
             begin = self.clock()
             marks = self.enqueue(calls, range(turn, turn + rounds))
-            clocks = read_clocks(self.device) or clocks  # while the GPU still works on the batch
+            # While the GPU still works on the batch: under its power limit they vary.
+            for key, value in read_clocks(self.device).items():
+                clocks.setdefault(key, []).append(value)
             self.synchronize()
             for mark in marks:
                 kind = samples if mark.in_time else late
@@ -285,7 +287,8 @@ class CudaTimer:
         for name in calls:
             gaps = len(late[name]) > len(samples[name])
             timings[name] = Timing.of(samples[name] + late[name] if gaps else samples[name], gaps)
-        return Rounds(timings, clocks, self.name)
+        means = {key: statistics.fmean(values) for key, values in clocks.items()}
+        return Rounds(timings, means, self.name)
 
     def enqueue(self, calls: Calls, turns: range) -> list[Mark]:
         """Submit rounds of all calls without waiting for any."""

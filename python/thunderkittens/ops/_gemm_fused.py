@@ -32,6 +32,7 @@ from ._gemm_product import (
 from ._registration import (
     autocast_operand,
     forward_mode_active,
+    plain_call,
     refuse_forward_mode,
     register,
     transform_active,
@@ -111,6 +112,14 @@ def codes(activation: str | None, gate_layout: str) -> tuple[int, int]:
     if activation in GATED:
         return NAMES.index(GATED[activation]), 1 + LAYOUTS.index(gate_layout)
     return NAMES.index(activation), 0
+
+
+#: `codes` of everything that it takes.
+KINDS = {
+    (activation, layout): codes(activation, layout)
+    for activation in (None, *NAMES[1:], *GATED)
+    for layout in LAYOUTS
+}
 
 
 def name_of(activation: int, gate: int) -> tuple[str | None, str]:
@@ -436,3 +445,10 @@ register(
 register("gemm.fused", fake=_fake, cpu=_cpu, flops=_flops, vmap=_vmap_fused, autocast=3)
 register("gemm_forward.out", fake=_fake_out, cpu=_cpu_out, flops=_flops)
 _recorded = differentiable("gemm_fused", _differentiable, _setup_context, _backward)
+
+
+def _check_plain(args: tuple[Any, ...]) -> None:
+    result_shape(gemm_shape(*args[:4]), args[6])
+
+
+plain_fused = plain_call(_forward, _check_plain, _differentiable)

@@ -285,11 +285,18 @@ def call_checked(op: Callable[..., Any], args: tuple[Any, ...], check: Check) ->
     _explain(args, problem, check)
 
 
-def plain_call(op: OpOverload, check: Check) -> Callable[..., Any]:
+def plain_call(
+    op: OpOverload, check: Check, recorded: OpOverload | None = None
+) -> Callable[..., Any]:
     """What a public function calls first where no compiler is active: NotImplemented where it has
     more to do than to call the op, as for autocast or a gradient, else what `call_checked` would
-    return, with less host time."""
-    return _load.plain(op._op, lambda args, problem: _explain(args, problem, check))
+    return, with less host time. With `recorded`, an op of the same arguments whose gradient a node
+    in C++ records, calls that want a gradient are of that op."""
+    return _load.plain(
+        op._op,
+        lambda args, problem: _explain(args, problem, check),
+        None if recorded is None else recorded._op,
+    )
 
 
 def _retry(

@@ -9,23 +9,24 @@ views, so it can be differentiated any number of times.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .. import emulation
 from ..reference.gemm import gemm as reference_gemm
-from ._gemm_fused import autocast_residual, fused
+from ._gemm_fused import KINDS, autocast_residual, fused, plain_fused
 from ._gemm_product import (
     broadcast_product,
     differentiable_op,
     forward,
+    gemm_shape,
     op_shape,
     product,
     vmap_rule,
 )
-from ._registration import autocast_active, autocast_operands, register
+from ._registration import autocast_active, autocast_operands, plain_call, register
 
 _NUMBERS = (float, int)
 
@@ -93,6 +94,16 @@ def gemm(
 
     The formula is `tk.reference.gemm`.
     """
+    if (
+        residual is None
+        and out is None
+        and type(alpha) in _NUMBERS  # a tensor's value would have to be waited for
+        and type(beta) in _NUMBERS
+        and not torch.compiler.is_compiling()
+    ):
+        result = _call_plainly(a, b, bias, activation, gate_layout, alpha, beta, out_dtype)
+        if result is not NotImplemented:
+            return cast(Tensor, result)
     if autocast_active():
         a, b, bias = autocast_operands(a, b, bias)
         residual = autocast_residual(a, residual, out_dtype, out)
@@ -107,6 +118,30 @@ def gemm(
     ):
         return broadcast_product(product, a, b, bias, out_dtype)
     return fused(a, b, bias, activation, residual, alpha, beta, gate_layout, out_dtype, out)
+
+
+def _call_plainly(
+    a: Any,
+    b: Any,
+    bias: Any,
+    activation: Any,
+    gate_layout: Any,
+    alpha: float,
+    beta: float,
+    out_dtype: Any,
+) -> Any:
+    """The call of an op that takes the operands as they are and checks them itself; NotImplemented
+    where there is more to do."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor) and b.dim() == 2 and 2 <= a.dim() <= 3):
+        return NotImplemented
+    if activation is None and alpha == 1 and gate_layout == "blocked":
+        return _plain(a, b, bias, out_dtype)
+    if not isinstance(gate_layout, str) or not isinstance(activation, str | None):
+        return NotImplemented
+    kind = KINDS.get((activation, gate_layout))
+    if kind is None:
+        return NotImplemented
+    return plain_fused(a, b, bias, out_dtype, None, *kind, float(alpha), float(beta))
 
 
 # What the ops thunderkittens::gemm_forward and thunderkittens::gemm do beside the CUDA
@@ -137,3 +172,5 @@ def _flops(a_shape: Any, b_shape: Any, *args: Any, **kwargs: Any) -> int:
 
 for _name, _op in (("gemm_forward", forward), ("gemm", differentiable_op)):
     register(_name, fake=_fake, cpu=_cpu, flops=_flops, vmap=vmap_rule(_op), autocast=3)
+
+_plain = plain_call(forward, lambda args: gemm_shape(*args), differentiable_op)
