@@ -93,6 +93,23 @@ def test_plain_calls_are_those_of_others(sample, device):
     assert_equal(given, again)
 
 
+@pytest.mark.parametrize("activation", [None, "gelu", "swiglu"])
+@pytest.mark.parametrize("shape", [(5, 16), (2, 3, 16)])
+def test_recorded_calls_are_those_of_others(device, shape, activation):
+    """Of `tk.gemm`, which calls the op that records a gradient likewise."""
+    values = [torch.randn(s, device=device).bfloat16() for s in (shape, (8, 16), (8,))]
+
+    def results():
+        x, weight, bias = leaves = [v.clone().requires_grad_() for v in values]
+        out = tk.gemm(x, weight.t(), bias=bias, activation=activation, alpha=0.5)
+        assert isinstance(out, torch.Tensor)
+        return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    actual = results()
+    with Pass():
+        assert_equal(actual, results())
+
+
 PLAIN = {
     "rms_norm": lambda x, w: tk.rms_norm(x, w),
     "layer_norm": lambda x, w: tk.layer_norm(x, w),

@@ -173,6 +173,29 @@ def batched(values, layout):
     return matrix(values, "packed" if layout == "outer" else layout)
 
 
+ROWS = {
+    "contiguous": lambda x: x,
+    "rows apart": lambda x: torch.cat([x, x], 2)[..., : x.shape[2]],
+    "batches apart": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+    "rows outside": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "columns": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "the same rows": lambda x: x[:1].expand_as(x),
+    "not aligned": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view_as(x),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("form", ROWS)
+def test_rows_of_a_batch(device, form, rows):
+    """They are those of one matrix where they lie evenly, and of several elsewhere."""
+    x = ROWS[form](small_integers((3, rows, 72), BF16, device))
+    weight = small_integers((40, 72), BF16, device)
+    for activation in (None, "relu"):
+        out = tk.gemm(x, weight.t(), activation=activation)
+        expected = tk.reference.gemm(x.double(), weight.double().t(), activation=activation)
+        assert torch.equal(out, expected.to(BF16))
+
+
 @over(batch_cases)
 def test_batches(device, case):
     (m, n, k), (batch_a, batch_b) = case["shape"], case["batches"]
