@@ -168,9 +168,10 @@ Outputs<Tensor> gemm_body(const Backend<Tensor>& on, const Tensor& a, const Tens
     if (bias) row = s.n > 1 && bias->stride(0) != 1 ? packed(*bias) : *bias;
     TK_CHECK(s.out_n == 1 || result.out.stride(-1) == 1, OP,
              ": out must have adjacent elements in its last dimension");
-    View out = as_4d(result.out);
-    if (b.dim() == 2 && !left.swapped && !options.residual && !options.out &&
-        merge_rows(left.view) && merge_rows(out)) {
+    View out = as_4d(result.out), rows = left.view;
+    if (b.dim() == 2 && !left.swapped && !options.residual && !options.out && merge_rows(rows) &&
+        (!left.needs_copy || can_align(copy_of_rows(rows, a.element_size()))) && merge_rows(out)) {
+        left.view = rows;
         s.m *= s.batch, s.batch = 1;
     }
     const bool counts =
