@@ -103,7 +103,7 @@ SEGMENTS = [
 @pytest.mark.parametrize(("length", "segments", "options", "policy"), SEGMENTS)
 def test_segments(length, segments, options, policy):
     """Of sequences that are cut, some of which are shorter than the segments are many."""
-    with tk.emulate(policy, seed=7, config={"segments": segments}) as run:
+    with tk.emulate(policy, seed=7, config={"segments": segments, "pairs": True}) as run:
         assert_gradients(operands(length, **options))
     assert len(run.kernels) == 1
 
@@ -211,9 +211,10 @@ def test_policies(policy):
     x = operands(200, heads=2, ratio=2, dims=(64, 128), edges=[0, 70, 198], raw=True)
     with tk.emulate("on_wait"):
         expected = gradients(x)
-    with tk.emulate(policy, seed=3):
-        for name, y in gradients(x).items():
-            assert torch.equal(y, expected[name]), name
+    for pairs in (False, True):
+        with tk.emulate(policy, seed=3, config={"pairs": pairs}):
+            for name, y in gradients(x).items():
+                assert torch.equal(y, expected[name]), name
 
 
 def test_reruns_are_equal(device):

@@ -1,8 +1,9 @@
 // The states between the segments of a sequence: S <- M S + L for one segment after the other, in
 // fp32. A block has a few columns of the states of a head. For the product a thread has a row of M
-// and a share of the keys: these elements of M, whose columns are adjacent in memory, are on their
-// way while the segment before is computed, and S is in shared memory. The sums of the shares and
-// L then are what a thread has two elements of. The portable kernel is the same.
+// and a share of the keys: these elements of M, whose columns are adjacent in memory, come into one
+// of two sets of registers while the segment before is computed with the other, and S is in shared
+// memory. The sums of the shares and L then are what a thread has two elements of. The portable
+// kernel is the same.
 #pragma once
 
 #include "csrc/recurrent/gated_delta_rule/types_sm90.cuh"
@@ -35,24 +36,20 @@ __global__ __launch_bounds__(DELTA_SCAN_THREADS) void delta_scan_kernel(
     const int row = thread % SCAN_ROWS, share = thread / SCAN_ROWS;
 
     // Of M, clamped addresses, so that all loads are on their way together.
-    float m[SCAN_KEYS];
-    const auto load_transition = [&](int segment) {
-        const int64_t kept = (int64_t(head) * (g.segments - 1) + segment) * g.key_dim;
-        const float* const from = g.transitions + (kept * g.key_dim + ::min(row, g.key_dim - 1));
+    float transitions[2][SCAN_KEYS];
+    const int64_t kept = int64_t(head) * (g.segments - 1) * g.key_dim;
+    const float* transition = g.transitions + (kept * g.key_dim + ::min(row, g.key_dim - 1));
+    const auto load_transition = [&](float(&m)[SCAN_KEYS]) {
 #pragma unroll
-        for (int i = 0; i < SCAN_KEYS; ++i) {
-            const int key = share * SCAN_KEYS + i;
-            const float x = arch::load_global(from + ::min(key, g.key_dim - 1) * g.key_dim);
-            m[i] = row < g.key_dim && key < g.key_dim ? x : 0.0f;
-        }
+        for (int i = 0; i < SCAN_KEYS; ++i)
+            m[i] = arch::load_global(transition +
+                                     ::min(share * SCAN_KEYS + i, g.key_dim - 1) * g.key_dim);
+        transition += g.key_dim * g.key_dim;
     };
     // Of the states, the thread's two elements.
     const int own_row = 2 * thread / columns, own_column = first + 2 * thread % columns;
     const bool exists = own_row < g.key_dim;
-    const auto place = [&](int segment) {
-        const int64_t kept = (int64_t(head) * (g.segments - 1) + segment) * g.key_dim;
-        return reinterpret_cast<float2*>(g.states + (kept + own_row) * g.value_dim + own_column);
-    };
+    float* place = g.states + ((kept + own_row) * g.value_dim + own_column);
     float2 state = {}, added = {};
     const StateView initial(g.initial, head / g.value_heads, head % g.value_heads);
     if (exists && initial.data != nullptr) {
@@ -63,10 +60,11 @@ __global__ __launch_bounds__(DELTA_SCAN_THREADS) void delta_scan_kernel(
             state.y = convert<float>(arch::load_global(from + initial.value_stride));
         });
     }
-    load_transition(0);
-    if (exists) added = arch::load_global(place(0));
-#pragma unroll 1
-    for (int segment = 0; segment < g.segments - 1; ++segment) {
+    load_transition(transitions[0]);
+    if (exists) added = arch::load_global(reinterpret_cast<const float2*>(place));
+    const auto pass = [&](const float(&m)[SCAN_KEYS], float(&ahead)[SCAN_KEYS], int segment) {
+        const bool more = segment + 2 < g.segments;
+        if (more) load_transition(ahead);
         arch::store_shared(shared.state.address_of(2 * thread), state);
         arch::sync_block();
         float sums[columns] = {};
@@ -82,8 +80,6 @@ __global__ __launch_bounds__(DELTA_SCAN_THREADS) void delta_scan_kernel(
                 sums[c + 3] = fmaf(m[i], x.w, sums[c + 3]);
             }
         }
-        const bool more = segment + 2 < g.segments;
-        if (more) load_transition(segment + 1);
 #pragma unroll
         for (int c = 0; c < columns; c += 4) {
             arch::store_shared(shared.parts.address_of(thread * columns + c),
@@ -97,9 +93,18 @@ __global__ __launch_bounds__(DELTA_SCAN_THREADS) void delta_scan_kernel(
                 shared.parts.address_of(s * SCAN_ROWS * columns + 2 * thread));
             state = {state.x + part.x, state.y + part.y};
         }
-        if (!exists) continue;
-        arch::store_global(place(segment), state);
-        if (more) added = arch::load_global(place(segment + 1));
+        if (!exists) {
+            state = {};
+            return;
+        }
+        arch::store_global(reinterpret_cast<float2*>(place), state);
+        place += g.key_dim * g.value_dim;
+        if (more) added = arch::load_global(reinterpret_cast<const float2*>(place));
+    };
+#pragma unroll 1
+    for (int segment = 0; segment < g.segments - 1; segment += 2) {
+        pass(transitions[0], transitions[1], segment);
+        if (segment + 2 < g.segments) pass(transitions[1], transitions[0], segment + 1);
     }
 }
 

@@ -22,12 +22,13 @@ namespace thunderkittens::recurrent {
 // What a kernel is compiled for.
 struct DeltaBackwardConfig {
     DType dtype = DType::bf16;
-    int key_dim = 128;  // columns of a tile: 64 or 128
-    int slices = 2;     // of 64 columns of the values: 1, 2 or 4; of portable kernels also 3
-    int segments = 1;   // of each sequence, whose states are made side by side; portable: 1
+    int key_dim = 128;   // columns of a tile: 64 or 128
+    int slices = 2;      // of 64 columns of the values: 1, 2 or 4; of portable kernels also 3
+    int segments = 1;    // of each sequence, whose states are made side by side; portable: 1
+    bool pairs = false;  // whether two blocks that make states share what they load
     bool portable = false;
 };
-TK_FIELDS(DeltaBackwardConfig, dtype, key_dim, slices, segments, portable)
+TK_FIELDS(DeltaBackwardConfig, dtype, key_dim, slices, segments, pairs, portable)
 
 struct DeltaBackwardParams {
     DeltaRuleParams forward;  // its final is the gradient of the final state; `out` is not read
@@ -85,10 +86,14 @@ struct DeltaBackwardWorkspace {
     }
 };
 
+// Slices that the gradients of a chunk take at a time; wider values come in two parts.
+constexpr int DELTA_STEP_SLICES = 2;
+
 // Blocks of a value head of a sequence that make states: of the transitions of segments, and of a
 // launch, with these where it makes summaries.
+constexpr int delta_key_slices(int64_t key_dim) { return int((key_dim + 63) / 64); }
 constexpr int delta_transition_blocks(int64_t key_dim, int segments) {
-    return segments > 2 ? int((key_dim + 63) / 64) * (segments - 2) : 0;
+    return segments > 2 ? delta_key_slices(key_dim) * (segments - 2) : 0;
 }
 constexpr int delta_states_blocks(int slices, int64_t key_dim, int segments, bool summaries) {
     return 2 * slices * (segments > 1 ? segments - 1 : 1) +
@@ -101,8 +106,7 @@ constexpr int delta_states_bytes(int key_dim) {
     return 3 * (2 * 128 * key_dim + 25 * 1024) + 2 * (128 * key_dim + 8 * 1024) + 2048;
 }
 constexpr int delta_gradients_bytes(int key_dim, int slices) {
-    const int stages = slices <= 2 ? 2 : 1;
-    return 6 * 128 * key_dim + stages * (slices * 24 + 1) * 1024 + 16 * 1024 + 5 * 1024;
+    return (2 + 2 * slices) * 128 * key_dim + 2 * (slices * 24 + 1) * 1024 + (16 + 5) * 1024;
 }
 
 // Of the portable kernel of the chunks; 99 KB at most, which every GPU has.

@@ -14,52 +14,22 @@ __device__ __forceinline__ void add_product(float& sum, const uint4& x, const ui
     add_product<T>(sum, x.w, y.w);
 }
 
-// By a warp: its part of <S, dS>, from the rings' tiles, whose elements lie alike.
+// By a warp: its part of <S, dS>, from tiles whose elements lie alike.
 template <class G>
 __device__ __forceinline__ float multiply_tiles(DeltaGradientsShared<G>& shared, int n, int warp) {
     constexpr int bytes = DELTA_VALUES * G::key_dim * 2, step = 16 * DELTA_SUM_WARPS * WARP_THREADS;
     float sum = 0.0f;
     for (int s = 0; s < G::slices; ++s) {
-        const int slot = n * G::slices + s, i = slot % G::ring;
-        wait(shared.grad_states_full[i], slot / G::ring % 2);
-        wait(shared.states_full[i], slot / G::ring % 2);
-        const uint32_t x = shared.states.tiles[i].address(),
-                       y = shared.grad_states.tiles[i].address();
+        wait(shared.grad_states_full[s], n % 2);
+        wait(shared.states_full[s], n % 2);
+        const uint32_t x = shared.states[s].address(), y = shared.grad_states[s].address();
 #pragma unroll 2
         for (int at = 16 * (warp * WARP_THREADS + laneid()); at < bytes; at += step) {
             add_product<typename G::T>(sum, arch::load_shared<uint4>(x + uint32_t(at)),
                                        arch::load_shared<uint4>(y + uint32_t(at)));
         }
-        signal_by_warp(shared.states_empty[i]);
-        if (laneid() == 0) arrive(shared.grad_states_empty[i]);
-    }
-    return warp_sum(sum);
-}
-
-// The same from L2, where the copies of the tiles have been or will be; eight loads a lane are on
-// their way together.
-template <class G>
-__device__ __forceinline__ float multiply_states(const DeltaGradientsGlobals<G>& g, int at,
-                                                 int warp) {
-    using T = typename G::T;
-    constexpr int words = G::slices * DELTA_VALUES * G::key_dim / 8, together = 4;
-    constexpr int lanes = DELTA_SUM_WARPS * WARP_THREADS;
-    const auto* x = reinterpret_cast<const uint4*>(g.states.raw_ptr) + int64_t(at) * words;
-    const auto* y = reinterpret_cast<const uint4*>(g.grad_states.raw_ptr) + int64_t(at) * words;
-    float sum = 0.0f;
-#pragma unroll 1
-    for (int i = warp * WARP_THREADS + laneid(); i < words; i += together * lanes) {
-        uint4 a[together], b[together];
-#pragma unroll
-        for (int n = 0; n < together; ++n) {
-            const bool exists = i + n * lanes < words;
-            a[n] = arch::load_global_readonly_if(exists, x + i + n * lanes);
-            b[n] = arch::load_global_readonly_if(exists, y + i + n * lanes);
-        }
-#pragma unroll
-        for (int n = 0; n < together; ++n) {
-            add_product<T>(sum, a[n], b[n]);
-        }
+        signal_by_warp(shared.states_empty[s]);
+        if (laneid() == 0) arrive(shared.grad_states_empty[s]);
     }
     return warp_sum(sum);
 }
@@ -150,37 +120,60 @@ __device__ __forceinline__ void clear_gates(const Globals& g, const DeltaChunk& 
     }
 }
 
-// By DELTA_SUM_WARPS warps.
+// Adds the sums of another part of a value head, by a warp.
+template <class G>
+__device__ __forceinline__ void add_part(DeltaGradientsShared<G>& shared, int to, int from) {
+    for (int which = 0; which < DELTA_ROW_SUMS; ++which) {
+        for (int i = laneid(); i < DELTA_CHUNK; i += WARP_THREADS) {
+            auto& rows = shared.rows[to][which];
+            rows.set(i, rows.get(i) + shared.rows[from][which].get(i));
+        }
+    }
+    auto& products = shared.products[to];
+    if (laneid() < DELTA_SUM_WARPS)
+        products.set(laneid(), products.get(laneid()) + shared.products[from].get(laneid()));
+    arch::sync_warp();
+}
+
+// By DELTA_SUM_WARPS warps. Who finishes gates waits for the roles, so it does that of the head
+// before, behind its part of the step's <S, dS>: states are not held up.
 template <class G>
 __device__ __forceinline__ void sum_gates(const DeltaGradientsGlobals<G>& g,
                                           DeltaGradientsShared<G>& shared, int warp) {
     int n = 0;
+    DeltaChunk chunk_before{};
+    int head_before = 0;
+    const auto finish_before = [&] {
+        const int last = n - 1, buffer = last % 2, at = chunk_at(g, chunk_before, head_before);
+        if (last < 0 || g.part_of(last) != g.parts - 1) return;
+        const GateInputs inputs(g, g.vectors.raw_ptr, chunk_before, head_before, at);
+        wait(shared.rows_full[buffer], last / 2 % 2);
+        if (g.parts > 1) {
+            wait(shared.rows_full[buffer ^ 1], (last - 1) / 2 % 2);
+            add_part(shared, buffer, buffer ^ 1);
+        }
+        finish_gates<DELTA_SUM_WARPS>(g, shared.rows[buffer], shared.products[buffer], inputs,
+                                      chunk_before, head_before, at);
+        arch::sync_warp();
+        if (laneid() == 0) arrive(shared.rows_empty[buffer]);
+        if (laneid() == 0 && g.parts > 1) arrive(shared.rows_empty[buffer ^ 1]);
+    };
     for_each_chunk(
         g,
         [&](const DeltaChunk& chunk, int head) {
 #pragma unroll 1
-            for (int r = 0; r < g.ratio; ++r, ++n) {
-                const int buffer = n % 2, value_head = head * g.ratio + r;
-                const GateInputs inputs(g, g.vectors.raw_ptr, chunk, value_head,
-                                        chunk_at(g, chunk, value_head));
-                float sum;
-                if constexpr (G::rings_hold_all)
-                    sum = multiply_tiles(shared, n, warp);
-                else
-                    sum = multiply_states(g, chunk_at(g, chunk, value_head), warp);
+            for (int step = 0; step < g.steps(); ++step, ++n) {
+                const int buffer = n % 2;
+                const float sum = multiply_tiles(shared, n, warp);
+                if (warp == 0) finish_before();
                 wait(shared.rows_empty[buffer], n / 2 % 2 ^ 1);
                 if (laneid() == 0) {
                     shared.products[buffer].set(warp, sum);
                     arrive(shared.rows_full[buffer]);
                 }
                 arch::sync_warp();
-                if (warp != 0) continue;
-                wait(shared.rows_full[buffer], n / 2 % 2);
-                finish_gates<DELTA_SUM_WARPS>(g, shared.rows[buffer], shared.products[buffer],
-                                              inputs, chunk, value_head,
-                                              chunk_at(g, chunk, value_head));
-                arch::sync_warp();
-                if (laneid() == 0) arrive(shared.rows_empty[buffer]);
+                chunk_before = chunk;
+                head_before = head * g.ratio + g.head_of(step);
             }
         },
         [&](const DeltaChunk& chunk, int head) {
@@ -189,6 +182,7 @@ __device__ __forceinline__ void sum_gates(const DeltaGradientsGlobals<G>& g,
                 clear_gates(g, chunk, value_head, [&] { return chunk_at(g, chunk, value_head); });
             }
         });
+    if (warp == 0) finish_before();
 }
 
 }  // namespace thunderkittens::recurrent::delta_gradient

@@ -157,9 +157,9 @@ struct Gradients {
         }
         rt<T, 16, 64> scores;
         if (queries)
-            decayed<true>(scores, products, shared.vectors, g.scale);
+            decayed<true>(scores, products, shared.vectors, {g.scale, g.scale});
         else
-            decayed<false>(scores, products, shared.vectors, -1.0f);
+            decayed<false>(scores, products, shared.vectors, {-1.0f, -1.0f});
         const Rows keys(shared.k, 0, 0);
 #pragma unroll
         for (int k = 0; k < BLOCKS; ++k) {

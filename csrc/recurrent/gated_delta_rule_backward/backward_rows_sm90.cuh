@@ -22,43 +22,40 @@ __device__ __forceinline__ void add_product(float& sum, uint32_t x, uint32_t y) 
     sum = fmaf(a.x, b.x, fmaf(a.y, b.y, sum));
 }
 
-// The lane's 16 rows of a tile that lies transposed in shared memory.
-template <any_register_tile Tile, any_shared_tile Shared>
-__device__ __forceinline__ void load_rows(Tile& to, Shared& from) {
-#pragma unroll
-    for (int j = 0; j < Tile::width; ++j)
-        load_transposed(to.tiles[0][j], from, 16 * j, 16 * warpgroup::warpid());
+// The warp, or the lane's row, in a register of its own: else what follows from it, addresses and
+// elements, would be registers from one use to the next.
+__device__ __forceinline__ int pinned(int x) {
+    auto value = uint32_t(x);
+    arch::pin_register(value);
+    return int(value);
 }
 
-// The sums of x y over the lane's two rows.
-template <class T>
-__device__ __forceinline__ void add_products(float2& sum, const rt_base<T, row_l>& x,
-                                             const rt_base<T, row_l>& y) {
+// f(pair of tokens' elements, tile and register of the same elements in an accumulator)
+template <class G, any_shared_tile Tile, class F>
+__device__ __forceinline__ void for_each_pair(Tile& tokens, F f) {
+    const int warp = pinned(warpgroup::warpid());
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float2 a = unpack_pair<T>(x.data[i]), b = unpack_pair<T>(y.data[i]);
-        float& s = i % 2 ? sum.y : sum.x;
-        s = fmaf(a.x, b.x, fmaf(a.y, b.y, s));
+    for (int j = 0; j < G::key_dim / 16; ++j) {
+        rt<typename G::T, 16, 16> part;
+        warp::load(part, tokens.template subtile<16, 16>({warp, j}));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) f(unpack_pair<typename G::T>(part.tiles[0][0].data[i]), j, i);
     }
 }
+// The lane's part of a dot product of the row to which its `i`th register belongs.
+__device__ __forceinline__ void add_dot(float2& sum, int i, float2 a, float2 b) {
+    float& s = i % 2 ? sum.y : sum.x;
+    s = fmaf(a.x, b.x, fmaf(a.y, b.y, s));
+}
+__device__ __forceinline__ float2 quad_sums(float2 x) { return {quad_sum(x.x), quad_sum(x.y)}; }
 
 // Of rows of tokens and of an accumulator, in all lanes of a quad.
 template <class G, any_shared_tile Tile>
 __device__ __forceinline__ float2 dot_rows(Tile& tokens, const typename G::sum_tile& sums) {
-    using T = typename G::T;
     float2 sum = {0.0f, 0.0f};
-#pragma unroll
-    for (int j = 0; j < G::key_dim / 16; ++j) {
-        rt<T, 16, 16> part;
-        warp::load(part, tokens.template subtile<16, 16>({warpgroup::warpid(), j}));
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 a = unpack_pair<T>(part.tiles[0][0].data[i]), b = sums.tiles[0][j].data[i];
-            float& s = i % 2 ? sum.y : sum.x;
-            s = fmaf(a.x, b.x, fmaf(a.y, b.y, s));
-        }
-    }
-    return {quad_sum(sum.x), quad_sum(sum.y)};
+    for_each_pair<G>(tokens,
+                     [&](float2 x, int j, int i) { add_dot(sum, i, x, sums.tiles[0][j].data[i]); });
+    return quad_sums(sum);
 }
 
 // By all lanes of a quad, which have the same sums.
@@ -69,11 +66,25 @@ __device__ __forceinline__ void store_row_sums(Vector& to, float2 sums) {
     to.set(lane_row() + 8, sums.y);
 }
 
-// factor beta_j exp(c_i - c_j) x_ij for j <= i, or j < i.
+// By the lanes that have an element of the diagonal.
+template <class Vector>
+__device__ __forceinline__ void store_diagonal(Vector& to, const rt_fl<16, 64>& x) {
+    const int warp = arch::warp_uniform(warpgroup::warpid()), lane = laneid();
+    float2 upper = x.tiles[0][0].data[0], lower = x.tiles[0][0].data[3];
+#pragma unroll
+    for (int j = 1; j < 4; ++j) {
+        if (j == warp) upper = x.tiles[0][j].data[0], lower = x.tiles[0][j].data[3];
+    }
+    if (lane / 8 != lane % 4) return;
+    to.set(lane_row(), lane / 4 % 2 ? upper.y : upper.x);
+    to.set(lane_row() + 8, lane / 4 % 2 ? lower.y : lower.x);
+}
+
+// factor_i beta_j exp(c_i - c_j) x_ij for j <= i, or j < i; factors of the lane's two rows.
 template <bool with_diagonal, any_register_tile To, class Vectors>
 __device__ __forceinline__ void decayed(To& to, const rt_fl<16, 64>& x, const Vectors& vectors,
-                                        float factor) {
-    const int row = lane_row(), first = 2 * (laneid() % 4);
+                                        float2 factors) {
+    const int row = pinned(lane_row()), first = pinned(2 * (laneid() % 4));
     const float2 own = {vector_at(vectors, LOG2_C, row), vector_at(vectors, LOG2_C, row + 8)};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -81,12 +92,12 @@ __device__ __forceinline__ void decayed(To& to, const rt_fl<16, 64>& x, const Ve
         for (int half = 0; half < 2; ++half) {
             const int column = 16 * j + 8 * half + first;
             const float2 c = vector_pair(vectors, LOG2_C, column);
-            float2 beta = vector_pair(vectors, BETA, column);
-            beta = {factor * beta.x, factor * beta.y};
+            const float2 betas = vector_pair(vectors, BETA, column);
 #pragma unroll
             for (int low = 0; low < 2; ++low) {
                 const int r = row + 8 * low - (with_diagonal ? 0 : 1);
-                const float mine = low ? own.y : own.x;
+                const float mine = low ? own.y : own.x, factor = low ? factors.y : factors.x;
+                const float2 beta = {factor * betas.x, factor * betas.y};
                 const float2 pair = x.tiles[0][j].data[2 * half + low];
                 const float a = column <= r ? beta.x * arch::exp2_approx(mine - c.x) : 0.0f;
                 const float b = column + 1 <= r ? beta.y * arch::exp2_approx(mine - c.y) : 0.0f;
@@ -97,56 +108,65 @@ __device__ __forceinline__ void decayed(To& to, const rt_fl<16, 64>& x, const Ve
     }
 }
 
-// Writes the lane's pairs of two neighbouring groups of 8 columns, of both rows: neighbouring lanes
-// exchange pairs, so that a lane has four columns of one group and a quad whole sectors.
+// Writes the lane's pairs of 64 columns, of both rows: neighbouring lanes exchange pairs, so that a
+// lane has four columns of one group of 8, and a quad whole sectors. All exchanges come before the
+// stores: none waits for another one.
 template <class T>
 __device__ __forceinline__ void store_pairs(T* upper, T* lower, bool has_upper, bool has_lower,
-                                            int column, int columns,
-                                            const packed_type<T> (&data)[4]) {
-    const int lane = laneid() % 4;
+                                            int columns, const packed_type<T> (&data)[4][4]) {
+    const int lane = laneid() % 4, at = 8 * (lane % 2) + 4 * (lane / 2);
     const bool odd = lane % 2 == 1;
-    const int at = column + 8 * (lane % 2) + 4 * (lane / 2);
+    uint2 words[4][2];
 #pragma unroll
-    for (int low = 0; low < 2; ++low) {
-        const uint32_t left = arch::bit_cast<uint32_t>(data[low]),
-                       right = arch::bit_cast<uint32_t>(data[2 + low]);
-        const uint32_t other = arch::shuffle_xor(odd ? left : right, 1);
-        const uint2 word = odd ? uint2{other, right} : uint2{left, other};
-        if ((low ? has_lower : has_upper) && at < columns)
-            arch::store_global(reinterpret_cast<uint2*>((low ? lower : upper) + at), word);
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+        for (int low = 0; low < 2; ++low) {
+            const uint32_t left = arch::bit_cast<uint32_t>(data[j][low]),
+                           right = arch::bit_cast<uint32_t>(data[j][2 + low]);
+            const uint32_t other = arch::shuffle_xor(odd ? left : right, 1);
+            words[j][low] = odd ? uint2{other, right} : uint2{left, other};
+        }
+    }
+    auto *to_upper = reinterpret_cast<uint2*>(upper + at),
+         *to_lower = reinterpret_cast<uint2*>(lower + at);
+    columns -= at;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        if (has_upper && 16 * j < columns) arch::store_global(to_upper + 4 * j, words[j][0]);
+        if (has_lower && 16 * j < columns) arch::store_global(to_lower + 4 * j, words[j][1]);
     }
 }
 
-// dV = beta Y on its way to memory, a slice at a time; returns the sums of Y U' over rows. Both
-// tiles are transposed.
+// dV = beta Y on its way to memory, a slice at a time. The tiles are transposed.
 template <class G, class Set>
-__device__ __forceinline__ float2 finish_values(const TokenRows<typename G::T>& to, Set& values,
-                                                Set& grad_values, float2 beta,
-                                                const DeltaChunk& chunk, int value_head) {
+__device__ __forceinline__ void finish_values(const TokenRows<typename G::T>& to, Set& grad_values,
+                                              float2 beta, const DeltaChunk& chunk, int value_head,
+                                              int part) {
     using T = typename G::T;
-    const int row = lane_row();
-    T* const upper = to.at(chunk, value_head, chunk.row() + row);
-    float2 sum = {0.0f, 0.0f};
+    if (to.data == nullptr) return;
+    const int row = pinned(lane_row());
+    const int before = part * G::slices * DELTA_VALUES;  // columns of other parts
+    T* const upper = to.at(chunk, value_head, chunk.row() + row) + before;
 #pragma unroll
     for (int s = 0; s < G::slices; ++s) {
+        rt_base<T, row_l> y[4];
+        packed_type<T> data[4][4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            load_transposed(y[j], grad_values[s], 16 * j, 16 * warpgroup::warpid());
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            rt_base<T, row_l> y, u;
-            load_transposed(y, grad_values[s], 16 * j, 16 * warpgroup::warpid());
-            load_transposed(u, values[s], 16 * j, 16 * warpgroup::warpid());
-            add_products(sum, y, u);
-            if (to.data == nullptr) continue;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float2 pair = unpack_pair<T>(y.data[i]);
+                const float2 pair = unpack_pair<T>(y[j].data[i]);
                 const float b = i % 2 ? beta.y : beta.x;
-                y.data[i] = pack_pair<T>(pair.x * b, pair.y * b);
+                data[j][i] = pack_pair<T>(pair.x * b, pair.y * b);
             }
-            store_pairs<T>(upper, upper + 8 * to.row_stride, row < chunk.tokens(),
-                           row + 8 < chunk.tokens(), 64 * s + 16 * j, to.columns, y.data);
         }
+        T* const first = upper + 64 * s;
+        store_pairs<T>(first, first + 8 * to.row_stride, row < chunk.tokens(),
+                       row + 8 < chunk.tokens(), to.columns - before - 64 * s, data);
     }
-    return {quad_sum(sum.x), quad_sum(sum.y)};
 }
 
 // A gradient of normalised rows y with y . dy = dot becomes that of the rows, and goes to memory.
@@ -157,7 +177,7 @@ __device__ __forceinline__ void finish_rows(const TokenRows<typename G::T>& to, 
                                             int head) {
     using T = typename G::T;
     if (to.data == nullptr) return;
-    const int row = lane_row();
+    const int warp = pinned(warpgroup::warpid()), row = pinned(lane_row());
     const bool has_upper = row < chunk.tokens(), has_lower = row + 8 < chunk.tokens();
     float2 factor = {1.0f, 1.0f};
     if (norms != nullptr) {
@@ -168,20 +188,26 @@ __device__ __forceinline__ void finish_rows(const TokenRows<typename G::T>& to, 
     } else {
         dot = {0.0f, 0.0f};
     }
-    T* upper = to.at(chunk, head, chunk.row() + row);
+    T* const upper = to.at(chunk, head, chunk.row() + row);
 #pragma unroll
-    for (int j = 0; j < G::key_dim / 16; ++j) {
-        rt<T, 16, 16> part;
-        warp::load(part, tokens.template subtile<16, 16>({warpgroup::warpid(), j}));
-        packed_type<T> data[4];
+    for (int k = 0; k < G::key_dim / 64; ++k) {
+        rt<T, 16, 16> parts[4];
+        packed_type<T> data[4][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 y = unpack_pair<T>(part.tiles[0][0].data[i]);
-            const float2 dy = sums.tiles[0][j].data[i];
-            const float d = i % 2 ? dot.y : dot.x, f = i % 2 ? factor.y : factor.x;
-            data[i] = pack_pair<T>(f * fmaf(-d, y.x, dy.x), f * fmaf(-d, y.y, dy.y));
+        for (int j = 0; j < 4; ++j)
+            warp::load(parts[j], tokens.template subtile<16, 16>({warp, 4 * k + j}));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 y = unpack_pair<T>(parts[j].tiles[0][0].data[i]);
+                const float2 dy = sums.tiles[0][4 * k + j].data[i];
+                const float d = i % 2 ? dot.y : dot.x, f = i % 2 ? factor.y : factor.x;
+                data[j][i] = pack_pair<T>(f * fmaf(-d, y.x, dy.x), f * fmaf(-d, y.y, dy.y));
+            }
         }
-        store_pairs<T>(upper, upper + 8 * to.row_stride, has_upper, has_lower, 16 * j, to.columns,
+        T* const first = upper + 64 * k;
+        store_pairs<T>(first, first + 8 * to.row_stride, has_upper, has_lower, to.columns - 64 * k,
                        data);
     }
 }

@@ -16,6 +16,10 @@
 // each other need no shared memory and no barrier in between, and the warps of the warpgroup meet
 // in their products alone. K, Q, V or dO, H and P come by TMA into three stages; states and U' or
 // Y leave by TMA from two buffers.
+//
+// Two blocks with slices of the same values are a cluster: K, Q, H and P are the same for both, and
+// each loads one half of them for the two. Only products read these: so an arrival at the other
+// block's semaphore need not be a release, which would wait for the warp's stores.
 #pragma once
 
 #include "csrc/recurrent/gated_delta_rule_backward/backward_prepare_sm90.cuh"
@@ -39,7 +43,7 @@ struct DeltaStatesGlobals {
     DeltaSequences sequences;
     float *first_states, *segment_states, *transitions;
     int count, value_heads, ratio, slices, key_dim, value_dim, segments, blocks_of_head;
-    bool summaries;
+    bool summaries, pairs;  // whether two blocks share what they load
     float scale;
 };
 
@@ -57,9 +61,9 @@ struct DeltaStatesWork {
         value_head = head % g.value_heads;
         sequence = head / g.value_heads;
         if (index < both) {
-            backwards = index % 2 == 1;
-            slice = index / 2 % g.slices;
-            step = index / 2 / g.slices + (g.segments > 1 && !g.summaries ? 1 : 0);
+            slice = index % g.slices;
+            backwards = index / g.slices % 2 == 1;
+            step = index / g.slices / 2 + (g.segments > 1 && !g.summaries ? 1 : 0);
         } else {
             index -= both;
             transition = true;
@@ -81,10 +85,10 @@ struct DeltaStatesShared {
     Stage stages[DELTA_STATES_STAGES];
     semaphore full[DELTA_STATES_STAGES], empty[DELTA_STATES_STAGES], written[2], stored[2];
 
-    __device__ __forceinline__ void init() {
+    __device__ __forceinline__ void init(bool pairs) {
         for (int s = 0; s < DELTA_STATES_STAGES; ++s) {
             init_semaphore(full[s], 1);
-            init_semaphore(empty[s], WARPGROUP_WARPS);
+            init_semaphore(empty[s], pairs ? 2 * WARPGROUP_WARPS : WARPGROUP_WARPS);
         }
         for (int s = 0; s < 2; ++s) {
             init_semaphore(written[s], WARPGROUP_WARPS);
@@ -124,6 +128,7 @@ struct DeltaRecurrence {
     const DeltaStatesWork<K> work;
     DeltaSequence sequence;
     int head, first, length;  // of the keys; the segment's chunks
+    uint32_t rank;            // in the pair
     // Whether states, their gradients, U' and Y are kept: else only what is left in the end.
     bool keeps;
 
@@ -133,7 +138,8 @@ struct DeltaRecurrence {
           shared(_shared),
           work(_g),
           sequence(_g.sequences.sequence(work.sequence)),
-          head(work.value_head / _g.ratio) {
+          head(work.value_head / _g.ratio),
+          rank(_g.pairs ? arch::cluster_rank() : 0) {
         const int segment = work.backwards ? g.segments - 1 - work.step : work.step;
         const int chunks = sequence.chunks(), part = (chunks + g.segments - 1) / g.segments;
         first = ::min(segment * part, chunks);
@@ -159,22 +165,41 @@ struct DeltaRecurrence {
         semaphore& full = shared.full[n % DELTA_STATES_STAGES];
         const int row = chunk_of(n) * DELTA_CHUNK, at = chunk_at(n);
         wait(shared.empty[n % DELTA_STATES_STAGES], n / DELTA_STATES_STAGES % 2 ^ 1);
-        if (work.transition) {
+        if (work.transition)
             tma::expect(full, to.k, to.solved, to.vectors);
-        } else if (work.backwards) {
+        else if (work.backwards)
             tma::expect(full, to.q, to.k, to.values, to.solved, to.scores, to.vectors);
-            g.q.load(to.q, sequence, head, row, 0, full);
-            tma::load_async(to.scores, g.scores, {at, 0}, full);
-        } else {
+        else
             tma::expect(full, to.k, to.values, to.solved, to.vectors);
-        }
-        g.k.load(to.k, sequence, head, row, 0, full);
         if (!work.transition) {
             (work.backwards ? g.grad_out : g.v)
                 .load(to.values, sequence, work.value_head, row, work.slice * DELTA_VALUES, full);
         }
-        tma::load_async(to.solved, g.solved, {at, 0}, full);
+        const auto tokens = [&](auto& tile, const auto& from, uint32_t by) {
+            if (!g.pairs)
+                from.load(tile, sequence, head, row, 0, full);
+            else if (rank == by)
+                from.load_shared(tile, sequence, head, row, full, 3);
+        };
+        const auto of_chunk = [&](auto& tile, const auto& from, uint32_t by) {
+            if (!g.pairs)
+                tma::load_async(tile, from, {at, 0}, full);
+            else if (rank == by)
+                tma::cluster::load_async(tile, from, {at, 0}, full, 3);
+        };
+        tokens(to.k, g.k, 0);
+        of_chunk(to.solved, g.solved, work.backwards ? 0 : 1);
         tma::load_async(to.vectors, g.vectors, {at, 0}, full);
+        if (!work.backwards) return;
+        tokens(to.q, g.q, 1);
+        of_chunk(to.scores, g.scores, 1);
+    }
+    // By each warp, which has read a stage: to the blocks that fill it.
+    __device__ __forceinline__ void release(semaphore& empty) const {
+        arch::sync_warp();
+        if (laneid() != 0) return;
+        arrive(empty);
+        if (g.pairs) arrive_remote_relaxed(empty, int(rank) ^ 1);
     }
 
     // The slice's columns of the values, or of the transition.
@@ -334,7 +359,7 @@ struct DeltaRecurrence {
             warpgroup::mma_AB(state, added, stage.k);
             hand_over(u, n);
             warpgroup::mma_async_wait<0>(state);
-            signal_by_warp(shared.empty[n % DELTA_STATES_STAGES]);
+            release(shared.empty[n % DELTA_STATES_STAGES]);
         }
         if (work.transition) {
             store_state(state, transition_of(false, work.step));
@@ -394,7 +419,7 @@ struct DeltaRecurrence {
             warpgroup::mma_AB(state, removed, stage.k);
             hand_over(y, n);
             warpgroup::mma_async_wait<0>(state);
-            signal_by_warp(shared.empty[n % DELTA_STATES_STAGES]);
+            release(shared.empty[n % DELTA_STATES_STAGES]);
         }
         store_state(state, ends_as());
     }
@@ -420,10 +445,13 @@ __global__ __launch_bounds__(DELTA_STATES_THREADS, 1) void delta_states_kernel(
     const __grid_constant__ DeltaStatesGlobals<K> g) {
     shared_allocator<> allocator(shared_memory());
     auto& shared = allocator.template allocate<DeltaStatesShared<K>>();
-    if (first_thread()) shared.init();
+    if (first_thread()) shared.init(g.pairs);
     arch::wait_for_dependencies();
     arch::sync_block();
+    if (g.pairs) cluster::sync();  // before one loads for the other
     DeltaRecurrence<K>(g, shared).run();
+    arch::sync_warp();
+    if (g.pairs) cluster::sync();  // the other arrives at this one's semaphores
 }
 
 }  // namespace delta_gradient
@@ -441,6 +469,8 @@ void launch_delta_states(const DeltaBackwardParams& params, bool summaries, Stre
     const int segments = params.config.segments;
     const int blocks_of_head =
         delta_states_blocks(params.config.slices, p.key_dim, segments, summaries);
+    const bool pairs = params.config.pairs && params.config.slices % 2 == 0 &&
+                       (!summaries || segments <= 2 || delta_key_slices(p.key_dim) % 2 == 0);
     float* const kept = reinterpret_cast<float*>(params.workspace + w.segment_states);
     using square = typename K::square_tile;
     using token = typename K::token_tile;
@@ -473,10 +503,11 @@ void launch_delta_states(const DeltaBackwardParams& params, bool summaries, Stre
         .segments = segments,
         .blocks_of_head = blocks_of_head,
         .summaries = summaries,
+        .pairs = pairs,
         .scale = call.scale};
     const int64_t blocks = p.sequences * p.value_heads * blocks_of_head;
     kittens::launch({.dependent = true}, delta_states_kernel<K>, dim3(unsigned(blocks)),
-                    dim3(DELTA_STATES_THREADS), dim3(1), bytes, stream, globals);
+                    dim3(DELTA_STATES_THREADS), dim3(pairs ? 2 : 1), bytes, stream, globals);
 }
 
 }  // namespace thunderkittens::recurrent

@@ -44,6 +44,16 @@ struct DeltaTokens {
             tma::load_async(tile, dense, elements(s.b, head, row, column), full);
         }
     }
+    // The same to the blocks of the cluster whose bits are set; each has announced its bytes.
+    __device__ __forceinline__ void load_shared(Tile& tile, const DeltaSequence& s, int head,
+                                                int row, semaphore& full, uint16_t blocks) const {
+        if (packed) {
+            tma::cluster::load_async(tile, ragged, ragged_coord{head, s.begin, s.length, row, 0},
+                                     full, blocks);
+        } else {
+            tma::cluster::load_async(tile, dense, elements(s.b, head, row, 0), full, blocks);
+        }
+    }
     // By one thread; rows behind the sequence are not stored.
     __device__ __forceinline__ void store(const Tile& tile, const DeltaSequence& s, int head,
                                           int row, int column) const {

@@ -14,10 +14,7 @@ struct DeltaGradientsKernel {
     using Tiles = K;
     using T = typename K::T;
     static constexpr int key_dim = K::key_dim, slices = _slices;
-    static constexpr int stages = slices <= 2 ? 2 : 1;  // of a value head's values
-    static constexpr int ring = 2;                      // of slices of states, and of gradients
-    // Whether the rings hold a head's states and all of their gradients at once.
-    static constexpr bool rings_hold_all = slices <= ring;
+    static constexpr int stages = 2;  // of the values of a step
     using token_tile = typename K::token_tile;
     using square_tile = typename K::square_tile;
     using sum_tile = rt_fl<16, key_dim>;
@@ -43,11 +40,14 @@ struct DeltaGradientsGlobals {
     DeltaSequences sequences;
     const float* norms;  // null without l2_norm
     float* gates;
-    int batch, heads, ratio;
+    int batch, heads, ratio, parts;  // parts of a value head: 1 or 2
     int64_t tokens;
     float scale;
 
     __device__ __forceinline__ int items() const { return batch * heads * sequences.slots; }
+    __device__ __forceinline__ int steps() const { return ratio * parts; }
+    __device__ __forceinline__ int head_of(int step) const { return step >> (parts - 1); }
+    __device__ __forceinline__ int part_of(int step) const { return step & (parts - 1); }
 };
 
 template <class G>
@@ -57,37 +57,33 @@ struct DeltaGradientsShared {
         typename G::Tiles::vectors vectors;
     };
     typename G::token_tile q, k;
-    // The states before the chunk, and the gradients of those behind it. Rings of their own: who
-    // waits for states alone could not tell the phases of a common one apart.
-    struct States {
-        typename G::token_tile tiles[G::ring];
-    } states, grad_states;
+    // The states before the chunk, and the gradients of those behind it.
+    typename G::token_tile states[G::slices], grad_states[G::slices];
     typename G::square_tile scores, erased;  // dPG, W
     Values values[G::stages];
     sv<float, DELTA_CHUNK> rows[2][DELTA_ROW_SUMS];
     sv<float, 4> products[2];  // <S, dS>
     semaphore tokens_full, tokens_empty, values_full[G::stages], values_empty[G::stages],
-        states_full[G::ring], states_empty[G::ring], grad_states_full[G::ring],
-        grad_states_empty[G::ring], scores_full, scores_empty, rows_full[2], rows_empty[2];
+        states_full[G::slices], states_empty[G::slices], grad_states_full[G::slices],
+        grad_states_empty[G::slices], scores_full, scores_empty, rows_full[2], rows_empty[2];
 
     __device__ __forceinline__ void init() {
         init_semaphore(tokens_full, 1);
-        init_semaphore(tokens_empty, 2);
+        init_semaphore(tokens_empty, 2 * WARPGROUP_WARPS);
         for (int s = 0; s < G::stages; ++s) {
             init_semaphore(values_full[s], 1);
-            init_semaphore(values_empty[s], 2);
+            init_semaphore(values_empty[s], 2 * WARPGROUP_WARPS);
         }
-        for (int s = 0; s < G::ring; ++s) {
+        for (int s = 0; s < G::slices; ++s) {
             init_semaphore(states_full[s], 1);
-            constexpr uint32_t sums = G::rings_hold_all ? DELTA_SUM_WARPS : 0;
-            init_semaphore(states_empty[s], 2 + sums);
+            init_semaphore(states_empty[s], 2 * WARPGROUP_WARPS + DELTA_SUM_WARPS);
             init_semaphore(grad_states_full[s], 1);
-            init_semaphore(grad_states_empty[s], 1 + sums);
+            init_semaphore(grad_states_empty[s], WARPGROUP_WARPS + DELTA_SUM_WARPS);
         }
-        init_semaphore(scores_full, 1);
-        init_semaphore(scores_empty, 1);
+        init_semaphore(scores_full, WARPGROUP_WARPS);
+        init_semaphore(scores_empty, WARPGROUP_WARPS);
         for (int s = 0; s < 2; ++s) {
-            init_semaphore(rows_full[s], 2 + DELTA_SUM_WARPS);
+            init_semaphore(rows_full[s], 2 * WARPGROUP_WARPS + DELTA_SUM_WARPS);
             init_semaphore(rows_empty[s], 1);
         }
         arch::mbarrier_init_fence();
@@ -114,52 +110,47 @@ __device__ __forceinline__ int chunk_at(const DeltaGradientsGlobals<G>& g, const
     return (chunk.b * g.heads * g.ratio + value_head) * g.sequences.slots + chunk.slot;
 }
 
-// By one thread. Queries and keys are wanted after the values and the gradients of the states.
+// By one thread. Queries and keys, whose place is free last, come behind the states.
 template <class G>
 __device__ __forceinline__ void produce_delta(const DeltaGradientsGlobals<G>& g,
                                               DeltaGradientsShared<G>& shared) {
-    int n = 0, item = 0;
-    const auto load_state = [&](const auto& from, auto& to, semaphore& full, semaphore& empty,
-                                int slot, int tile) {
-        wait(empty, slot / G::ring % 2 ^ 1);
-        tma::expect(full, to);
-        tma::load_async(to, from, {tile, 0}, full);
+    int n = 0, count = 0;
+    const auto load_states = [&](const auto& from, auto& to, semaphore* full, semaphore* empty,
+                                 int tile) {
+        for (int s = 0; s < G::slices; ++s) {
+            wait(empty[s], n % 2 ^ 1);
+            tma::expect(full[s], to[s]);
+            tma::load_async(to[s], from, {tile + s, 0}, full[s]);
+        }
     };
     for_each_chunk(
         g,
         [&](const DeltaChunk& chunk, int head) {
-            for (int r = 0; r < g.ratio; ++r, ++n) {
-                const int value_head = head * g.ratio + r, at = chunk_at(g, chunk, value_head);
+            for (int step = 0; step < g.steps(); ++step, ++n) {
+                const int value_head = head * g.ratio + g.head_of(step), part = g.part_of(step);
+                const int at = chunk_at(g, chunk, value_head);
+                const int first = (at * g.parts + part) * G::slices;
                 auto& to = shared.values[n % G::stages];
                 semaphore& full = shared.values_full[n % G::stages];
                 wait(shared.values_empty[n % G::stages], n / G::stages % 2 ^ 1);
                 tma::expect(full, to.values, to.grad_values, to.grad_out, to.vectors);
                 tma::load_async(to.vectors, g.vectors, {at, 0}, full);
                 for (int s = 0; s < G::slices; ++s) {
-                    const int tile = at * G::slices + s;
-                    tma::load_async(to.values[s], g.values, {tile, 0}, full);
-                    tma::load_async(to.grad_values[s], g.grad_values, {tile, 0}, full);
+                    tma::load_async(to.values[s], g.values, {first + s, 0}, full);
+                    tma::load_async(to.grad_values[s], g.grad_values, {first + s, 0}, full);
                     g.grad_out.load(to.grad_out[s], chunk, value_head, chunk.row(),
-                                    s * DELTA_VALUES, full);
+                                    (part * G::slices + s) * DELTA_VALUES, full);
                 }
-                for (int s = 0; s < G::slices; ++s) {
-                    const int slot = n * G::slices + s, i = slot % G::ring;
-                    load_state(g.grad_states, shared.grad_states.tiles[i],
-                               shared.grad_states_full[i], shared.grad_states_empty[i], slot,
-                               at * G::slices + s);
-                }
-                if (r == 0) {
-                    wait(shared.tokens_empty, item % 2 ^ 1);
-                    tma::expect(shared.tokens_full, shared.q, shared.k);
-                    g.q.load(shared.q, chunk, head, chunk.row(), 0, shared.tokens_full);
-                    g.k.load(shared.k, chunk, head, chunk.row(), 0, shared.tokens_full);
-                    ++item;
-                }
-                for (int s = 0; s < G::slices; ++s) {
-                    const int slot = n * G::slices + s, i = slot % G::ring;
-                    load_state(g.states, shared.states.tiles[i], shared.states_full[i],
-                               shared.states_empty[i], slot, at * G::slices + s);
-                }
+                load_states(g.grad_states, shared.grad_states, shared.grad_states_full,
+                            shared.grad_states_empty, first);
+                load_states(g.states, shared.states, shared.states_full, shared.states_empty,
+                            first);
+                if (step > 0) continue;
+                wait(shared.tokens_empty, count % 2 ^ 1);
+                tma::expect(shared.tokens_full, shared.q, shared.k);
+                g.q.load(shared.q, chunk, head, chunk.row(), 0, shared.tokens_full);
+                g.k.load(shared.k, chunk, head, chunk.row(), 0, shared.tokens_full);
+                ++count;
             }
         },
         [](const DeltaChunk&, int) {});

@@ -19,8 +19,7 @@ std::string unsupported_delta_backward(const DeltaRuleProblem& p, const DevicePr
     }
     const int bytes =
         runs_native(device)
-            ? std::max({delta_states_bytes(128), delta_gradients_bytes(128, 2),
-                        delta_gradients_bytes(128, 4)})
+            ? std::max(delta_states_bytes(128), delta_gradients_bytes(128, 2))
             : std::max(portable_delta_chain_bytes(128), portable_delta_gradients_bytes(128));
     if (bytes > device.shared_bytes_per_block) {
         return concat("the kernels need ", bytes,
@@ -72,13 +71,19 @@ DeltaBackwardConfig choose_delta_backward(const DeltaRuleProblem& p,
                                .key_dim = p.key_dim <= 64 ? 64 : 128,
                                .slices = int(slices == 3 && !portable ? 4 : slices),
                                .portable = portable};
-    if (!portable) config.segments = segments_of(p, config, device);
+    if (portable) return config;
+    config.segments = segments_of(p, config, device);
+    // Fewer blocks wait for each other longer than for memory.
+    const int64_t blocks = p.sequences * p.value_heads *
+                           delta_states_blocks(config.slices, p.key_dim, config.segments, false);
+    config.pairs = config.slices % 2 == 0 && 3 * blocks > 2 * int64_t(device.sm_count);
     return config;
 }
 
 std::string kernel_name(const DeltaBackwardConfig& c) {
     if (c.portable) return concat("gradients_", name_of(c.dtype), "_k", c.key_dim, "_portable");
-    return concat("gradients_", name_of(c.dtype), "_k", c.key_dim, "_v", c.slices * DELTA_VALUES);
+    const int slices = std::min(c.slices, DELTA_STEP_SLICES);
+    return concat("gradients_", name_of(c.dtype), "_k", c.key_dim, "_v", slices * DELTA_VALUES);
 }
 
 std::vector<KernelInfo> delta_backward_kernels() {
@@ -103,12 +108,13 @@ std::vector<KernelInfo> delta_backward_kernels() {
             enter(concat("states_", name_of(dtype), "_k", key_dim),
                   concat("states in both directions, 64 columns of values, K up to ", key_dim),
                   "delta_states_kernelI*", 192, delta_states_bytes(key_dim));
-            for (const int slices : {1, 2, 4}) {
+            for (const int slices : {1, DELTA_STEP_SLICES}) {
                 const DeltaBackwardConfig config{dtype, key_dim, slices};
-                KernelInfo* info = enter(
-                    kernel_name(config),
-                    concat("gradients of a chunk, K up to ", key_dim, ", V up to ", 64 * slices),
-                    "delta_gradients_kernelI*", 384, delta_gradients_bytes(key_dim, slices));
+                KernelInfo* info =
+                    enter(kernel_name(config),
+                          concat("gradients of a chunk, K up to ", key_dim, ", a step of ",
+                                 DELTA_VALUES * slices, " columns of values"),
+                          "delta_gradients_kernelI*", 384, delta_gradients_bytes(key_dim, slices));
                 info->symbol += concat("ELi", slices, 'E');
             }
         }

@@ -62,10 +62,9 @@ void run_delta_backward(const DeltaBackwardParams& params, Stream stream) {
         if (params.config.segments > 2) scan_delta_segments(params, stream);
     }
     launch_delta_states<dtype, key_dim>(params, false, stream);
-    const int slices = params.config.slices;
-    (slices == 1   ? &launch_delta_gradients<dtype, key_dim, 1>
-     : slices == 2 ? &launch_delta_gradients<dtype, key_dim, 2>
-                   : &launch_delta_gradients<dtype, key_dim, 4>)(params, stream);
+    (params.config.slices == 1
+         ? &launch_delta_gradients<dtype, key_dim, 1>
+         : &launch_delta_gradients<dtype, key_dim, DELTA_STEP_SLICES>)(params, stream);
     if (params.grad_A_log != nullptr || params.grad_dt_bias != nullptr)
         launch_delta_gate_sums<128, false>(params, stream);
 }
