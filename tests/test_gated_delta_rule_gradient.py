@@ -217,11 +217,14 @@ def test_policies(policy):
                 assert torch.equal(y, expected[name]), name
 
 
-def test_reruns_are_equal(device):
-    x = operands(200, heads=2, ratio=2, raw=True, device=device)
+@pytest.mark.parametrize(("dims", "dtype"), [((128, 128), BF16), ((128, 256), FP16)])
+def test_reruns_are_equal(device, dims, dtype):
+    """Many runs on a GPU: a tile that is filled too early shows in few of them."""
+    x = operands(200, heads=2, ratio=2, dims=dims, dtype=dtype, raw=True, device=device)
     first = gradients(x)
-    for name, y in gradients(x).items():
-        assert torch.equal(y, first[name]), name
+    for _ in range(200 if device == "cuda" else 1):
+        for name, y in gradients(x).items():
+            assert torch.equal(y, first[name]), name
 
 
 def test_states_of_bf16(device):

@@ -12,6 +12,9 @@
 // All operands of products but dPG are tiles in shared memory as they have come, whose factors are
 // given to the sums. The parts of dK that enter dg with different signs are sums of their own until
 // their products with K are read off.
+//
+// An arrival does not wait for loads from shared memory that are still on their way, and stores to
+// memory hold these up. What is read of a stage last is therefore read well before it is handed back.
 #pragma once
 
 #include "csrc/recurrent/gated_delta_rule_backward/backward_gates_sm90.cuh"
@@ -99,6 +102,8 @@ struct DeltaQueryRole {
         warpgroup::mma_async_wait<G::slices>(products);
         typename G::operand scores;
         decayed<true>(scores, products, vectors, {g.scale, g.scale});
+        const float2 factors = {g.scale * vector_at(vectors, EXP_C, row),
+                                g.scale * vector_at(vectors, EXP_C, row + 8)};
         wait(shared.scores_empty, n % 2 ^ 1);
         warpgroup::store(shared.scores, scores);
         arch::fence_async_shared();
@@ -109,8 +114,6 @@ struct DeltaQueryRole {
         release_states<G>(shared.states_empty);
         const float2 beta = {vector_at(vectors, BETA, row), vector_at(vectors, BETA, row + 8)};
         finish_values<G>(g.dv, values.grad_values, beta, chunk, value_head, part);
-        const float2 factors = {g.scale * vector_at(vectors, EXP_C, row),
-                                g.scale * vector_at(vectors, EXP_C, row + 8)};
         warpgroup::mma_async_wait<0>(dq);
         signal_by_warp(shared.values_empty[n % G::stages]);
         float2 now = {0.0f, 0.0f};
@@ -184,7 +187,8 @@ struct DeltaKeyRole {
         warpgroup::mma_async_wait<G::slices>(dk);
         warpgroup::mma_async_wait<G::slices>(sums);
         release_states<G>(shared.grad_states_empty);
-        const float2 rest = weights_of(vectors, EXP_REST, row);
+        const float2 rest = weights_of(vectors, EXP_REST, row),
+                     decay = weights_of(vectors, EXP_C, row);
         float2 with_states = none;
         for_each_pair<G>(shared.k, [&](float2 k, int j, int i) {
             add_dot(with_states, i, k, sums.tiles[0][j].data[i]);
@@ -200,7 +204,6 @@ struct DeltaKeyRole {
         warpgroup::mma_AtB(sums, shared.scores, shared.q);
         warpgroup::mma_async_wait<2>(before);
         release_states<G>(shared.states_empty);
-        const float2 decay = weights_of(vectors, EXP_C, row);
         signal_by_warp(shared.values_empty[n % G::stages]);
         total = none;
         for_each_pair<G>(shared.k, [&](float2 k, int j, int i) {
