@@ -14,7 +14,7 @@
 // their products with K are read off.
 //
 // An arrival does not wait for loads from shared memory that are still on their way, and stores to
-// memory hold these up. What is read of a stage last is therefore read well before it is handed back.
+// memory hold these up. So what is read of a stage last is read well before it is handed back.
 #pragma once
 
 #include "csrc/recurrent/gated_delta_rule_backward/backward_gates_sm90.cuh"
