@@ -250,8 +250,9 @@ __global__ __launch_bounds__(DELTA_GRADIENT_THREADS, 1) void delta_gradients_ker
     } else {
         warpgroup::decrease_registers<DELTA_PRODUCER_REGISTERS>();
         const int warp = arch::warp_uniform(warpgroup::warpid());
+        static_assert(1 + DELTA_SUM_WARPS == WARPGROUP_WARPS);
         if (warp == 0 && laneid() == 0) produce_delta(g, shared);
-        if (warp > 0 && warp <= DELTA_SUM_WARPS) sum_gates(g, shared, warp - 1);
+        if (warp > 0) sum_gates(g, shared, warp - 1);
     }
 }
 

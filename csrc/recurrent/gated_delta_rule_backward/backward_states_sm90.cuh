@@ -144,7 +144,7 @@ struct DeltaRecurrence {
         const int chunks = sequence.chunks(), part = (chunks + g.segments - 1) / g.segments;
         first = ::min(segment * part, chunks);
         length = ::min(part, chunks - first);
-        keeps = !g.summaries || (work.step == 0 && !work.transition);
+        keeps = !g.summaries || work.step == 0;
     }
 
     __device__ __forceinline__ int chunk_of(int n) const {
