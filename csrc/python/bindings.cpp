@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "csrc/common/cost_inputs.h"
 #include "csrc/common/device.h"
 #include "csrc/common/registry.h"
 #include "csrc/python/layouts.h"
@@ -122,5 +123,13 @@ PYBIND11_MODULE(_C, m) {
         },
         py::arg("op"), py::arg("problem"), py::arg("device"),
         "The choice and what else could run; empty where an op does not say.");
+    m.def(
+        "cost_inputs",
+        [](const std::string& op, const tk::Fields& problem, const tk::Fields& choice,
+           const tk::DeviceProperties& device) {
+            return tk::cost_inputs_of_ops().at(op)(problem, choice, device);
+        },
+        py::arg("op"), py::arg("problem"), py::arg("choice"), py::arg("device"),
+        "What an op's learned cost knows of a problem and a choice.");
     bind_layouts(m);
 }

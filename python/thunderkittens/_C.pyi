@@ -56,6 +56,12 @@ def choose(op: str, problem: Mapping[str, Value], device: DeviceProperties) -> d
 def candidates(
     op: str, problem: Mapping[str, Value], device: DeviceProperties
 ) -> list[dict[str, Value]]: ...
+def cost_inputs(
+    op: str,
+    problem: Mapping[str, Value],
+    choice: Mapping[str, Value],
+    device: DeviceProperties,
+) -> list[float]: ...
 def register_tile_positions(
     rows: int, cols: int, layout: Literal["row", "col"] = "row", element_bytes: int = 2
 ) -> npt.NDArray[np.int32]: ...

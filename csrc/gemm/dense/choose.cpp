@@ -8,7 +8,7 @@
 #include "csrc/gemm/common/balanced_tiles.h"
 #include "csrc/gemm/common/latest_choices.h"
 #include "csrc/gemm/common/limits.h"
-#include "csrc/gemm/dense/cost.h"
+#include "csrc/gemm/dense/learned_cost.h"
 #include "csrc/gemm/dense/dispatch.h"
 #include "csrc/gemm/dense/portable.h"
 
@@ -165,9 +165,10 @@ std::string unsupported(const Problem& p, const DeviceProperties& device) {
     const Choice choice = choose(p, device);
     const double tiles = double(p.batch) * double(ceil_div(p.m, choice.config.block_m)) *
                          double(ceil_div(p.n, choice.config.block_n));
-    const int bytes = choice.kernel == Kernel::split_k   ? SPLIT_K_SHARED_BYTES
-                      : choice.kernel == Kernel::short_k ? short_k_shared_bytes(choice.config)
-                                                         : shared_bytes(choice.config);
+    const int bytes = choice.kernel == Kernel::split_k        ? SPLIT_K_SHARED_BYTES
+                      : choice.kernel == Kernel::runtime_tile ? RUNTIME_TILE_SHARED_BYTES
+                      : choice.kernel == Kernel::short_k      ? short_k_shared_bytes(choice.config)
+                                                              : shared_bytes(choice.config);
     return unsupported_resources(tiles, bytes, device);
 }
 
@@ -204,6 +205,70 @@ void add_split_k(const Problem& p, const DeviceProperties& device, Add&& add) {
     }
 }
 
+// Of short products the start of the kernel, with its many loops, takes more than balance brings.
+constexpr double LEAST_RUNTIME_TILE_CYCLES = 20000;
+
+// A run-time tile in every cluster.
+template <typename Add>
+void add_runtime_tile(const RuntimeTile& tile, bool swap_ab, const Problem& p, int sm_count,
+                      Add&& add) {
+    const int64_t rows = ceil_div(swap_ab ? p.n : p.m, tile.block_rows()),
+                  columns = ceil_div(swap_ab ? p.m : p.n, tile.block_width());
+    Choice choice{.kernel = Kernel::runtime_tile,
+                  .config = runtime_tile_config(tile, swap_ab, p.dtype, p.a_m_major, p.b_n_major)};
+    if (runtime_tile_of(choice.config) != tile) return;
+    const double square = std::sqrt(double(sm_count) * tile.block_width() / tile.block_rows());
+    for (int down = 1; down <= MOST_RUNTIME_SHARE && down <= rows; down *= 2) {
+        for (int along = 1; along <= MOST_RUNTIME_SHARE && along <= columns; along *= 2) {
+            const int cluster = down * along;
+            if (cluster > MAX_CLUSTER_BLOCKS) continue;
+            // The SMs that clusters of so many blocks leave work to, of 132.
+            const int sms = cluster > 2 ? sm_count * 120 / 132 : sm_count;
+            const int64_t clusters_down = ceil_div(rows, down),
+                          all = p.batch * clusters_down * ceil_div(columns, along),
+                          at_a_time = std::max(1, sms / cluster), waves = ceil_div(all, at_a_time);
+            const int64_t used = waves < 3 ? ceil_div(all, waves) : at_a_time;
+            const auto groups = std::max<int64_t>(
+                1, std::llround(double(clusters_down) / std::max(1.0, square / down)));
+            Schedule& s = choice.schedule;
+            s.blocks = static_cast<int>(used * cluster);
+            s.raster_group =
+                static_cast<int>(waves == 1 ? clusters_down : ceil_div(clusters_down, groups));
+            s.share_m = swap_ab ? along : down, s.share_n = swap_ab ? down : along;
+            add(choice);
+        }
+    }
+}
+// Every size of a run-time tile, as wide as so many of them in a row need it.
+template <typename Add>
+void add_runtime_tiles(const Problem& p, const DeviceProperties& device, Add&& add) {
+    if (p.fused || p.n % 8 != 0 || p.out_dtype != p.dtype) return;
+    const int sm_count = std::max(1, device.sm_count);
+    for (const bool swap_ab : {false, true}) {
+        const int64_t along = swap_ab ? p.m : p.n;
+        for (const int rows : RUNTIME_TILE_ROWS) {
+            for (const bool side_by_side : {false, true}) {
+                const int tiles = side_by_side ? 2 : 1;
+                const int64_t most = most_runtime_width(rows, side_by_side) * tiles;
+                int width = 0;
+                for (int64_t n = ceil_div(along, most); width != LEAST_RUNTIME_WIDTH; ++n) {
+                    const int64_t needed = round_up(ceil_div(along, n * tiles), RUNTIME_WIDTH_STEP);
+                    const int next = std::max(LEAST_RUNTIME_WIDTH, static_cast<int>(needed));
+                    if (next != width)
+                        add_runtime_tile({rows, next, side_by_side}, swap_ab, p, sm_count, add);
+                    width = next;
+                }
+            }
+        }
+    }
+}
+// Whether a product may take long enough for them, at the speed of the tensor cores and of memory.
+bool suits_runtime_tiles(const Problem& p, const DeviceProperties& device) {
+    const double products = double(p.batch) * double(p.m) * double(p.n) * double(p.k) / 2048;
+    return 3 * std::max(products / std::max(1, device.sm_count), bytes_of(p) / 2500) >
+           LEAST_RUNTIME_TILE_CYCLES;
+}
+
 // Visits every compiled kernel that computes the problem, with each way to divide it; a simple one
 // is told so.
 template <typename Add>
@@ -235,20 +300,43 @@ void for_each_candidate(const Problem& p, const DeviceProperties& device, Add&& 
         }
     }
     add_split_k(p, device, add);
+    if (suits_runtime_tiles(p, device)) add_runtime_tiles(p, device, add);
 }
 
 // `simple`: without those for a short k, which cannot count all strides, and through a workspace.
+// The model of cost.h leaves out most candidates, and what is learned decides among the rest.
 Choice cheapest(const Problem& p, const DeviceProperties& device, bool simple = false) {
     if (!runs_native(device)) return choose_portable(p, device);
-    Choice best;
-    double least = std::numeric_limits<double>::infinity();
+    constexpr double NEAR = 1.4, MORE = 1500;
+    const int sm_count = std::max(1, device.sm_count);
+    struct Candidate {
+        Choice choice;
+        double cycles;
+    };
+    std::vector<Candidate> found;
+    double least[] = {std::numeric_limits<double>::infinity(),
+                      std::numeric_limits<double>::infinity()};
+    const auto of_kind = [&](const Choice& choice) -> double& {
+        return least[choice.kernel == Kernel::runtime_tile];
+    };
     for_each_candidate(p, device, [&](const Choice& choice) {
         if (simple && (choice.kernel == Kernel::short_k || choice.kernel == Kernel::split_k))
             return;
-        const double cycles = cycles_of(choice, p, std::max(1, device.sm_count));
-        if (cycles < least) best = choice, least = cycles;
+        const double cycles = cycles_of(choice, p, sm_count);
+        if (cycles > NEAR * of_kind(choice) + MORE) return;
+        of_kind(choice) = std::min(of_kind(choice), cycles);
+        found.push_back({choice, cycles});
     });
-    return best;
+    const Candidate* best = nullptr;
+    double shortest = std::numeric_limits<double>::infinity();
+    for (const Candidate& candidate : found) {
+        if (candidate.cycles > NEAR * of_kind(candidate.choice) + MORE) continue;
+        const double cycles = candidate.cycles * learned_factor(learned_inputs(
+                                                     candidate.choice, p, sm_count,
+                                                     candidate.cycles));
+        if (cycles < shortest) best = &candidate, shortest = cycles;
+    }
+    return best == nullptr ? Choice{} : best->choice;
 }
 
 }  // namespace
@@ -290,7 +378,8 @@ void follow_forced(Choice& choice, const Choice& before, bool kernel_is_forced) 
     };
     if (config != before.config && config.cluster_tile && !listed()) config.cluster_tile = false;
     const bool same_split = choice.kernel == Kernel::split_k && choice.config == before.config;
-    const bool stays = same_split || choice.kernel == Kernel::portable;
+    const bool same_tile = choice.kernel == Kernel::runtime_tile && is_runtime_tile(choice.config);
+    const bool stays = same_split || same_tile || choice.kernel == Kernel::portable;
     if (!kernel_is_forced && !stays) choice.kernel = preferred_kernel(choice.config);
     const Kernel kernel = choice.kernel;
     const bool splits_k =
@@ -298,10 +387,12 @@ void follow_forced(Choice& choice, const Choice& before, bool kernel_is_forced) 
     int& splits = choice.schedule.splits;
     splits = splits_k ? std::max(1, splits) : 1;
     int &share_m = choice.schedule.share_m, &share_n = choice.schedule.share_n;
-    if (kernel != Kernel::cluster_tile || share_m * share_n * splits > MAX_CLUSTER_BLOCKS) {
+    const bool clusters = kernel == Kernel::cluster_tile || kernel == Kernel::runtime_tile;
+    if (!clusters || share_m * share_n * splits > MAX_CLUSTER_BLOCKS) {
         share_m = share_n = 1;
     }
-    choice.schedule.blocks = (choice.schedule.blocks + splits - 1) / splits * splits;
+    const int whole = kernel == Kernel::runtime_tile ? share_m * share_n : splits;
+    choice.schedule.blocks = static_cast<int>(round_up(choice.schedule.blocks, whole));
 }
 
 }  // namespace thunderkittens::gemm

@@ -1,8 +1,10 @@
 // The kernels of the dense GEMM for the registry: their names, resources and symbols.
 #include "csrc/common/check.h"
+#include "csrc/common/cost_inputs.h"
 #include "csrc/common/registry.h"
 #include "csrc/gemm/common/align_rows.h"
 #include "csrc/gemm/dense/dispatch.h"
+#include "csrc/gemm/dense/learned_cost.h"
 
 namespace thunderkittens::gemm {
 
@@ -19,6 +21,9 @@ std::string kernel_name(const Choice& choice) {
         case Kernel::single_wave:
         case Kernel::single_wave_64x64: return kernel_name(choice.config) + "_single_wave";
         case Kernel::short_k: return kernel_name(choice.config) + "_short_k";
+        case Kernel::runtime_tile:
+            return concat(name_of(choice.config.dtype), "_runtime_tile_",
+                          runtime_tile_of(choice.config).rows);
         case Kernel::portable: return kernel_name(choice.config) + "_portable";
         default: return kernel_name(choice.config);
     }
@@ -36,6 +41,20 @@ static KernelInfo split_k_info(DType dtype) {
             .symbol = symbol_of("split_k_kernel", c.dtype),
             .threads = single_wave_threads(c),
             .shared_bytes = SPLIT_K_SHARED_BYTES};
+}
+
+// The run-time tile kernel of a dtype and of so many rows of a consumer.
+static KernelInfo runtime_tile_info(DType dtype, int rows) {
+    const Config c = runtime_tile_config({.rows = rows}, false, dtype, false, false);
+    return {.name = kernel_name(Choice{.kernel = Kernel::runtime_tile, .config = c}),
+            .config = concat("tiles ", 2 * rows, 'x', LEAST_RUNTIME_WIDTH, " to ",
+                             most_runtime_width(rows), " and ", rows, 'x', 2 * LEAST_RUNTIME_WIDTH,
+                             " to ", 2 * most_runtime_width(rows, true),
+                             ", 4 producer warps and 2 consumer warpgroups, clusters of up to ",
+                             MAX_CLUSTER_BLOCKS, " blocks"),
+            .symbol = concat(symbol_of("runtime_tile_kernel", dtype), "Li", rows, 'E'),
+            .threads = RUNTIME_TILE_THREADS,
+            .shared_bytes = RUNTIME_TILE_SHARED_BYTES};
 }
 
 static KernelInfo portable_info(const PortableConfig& c) {
@@ -65,6 +84,9 @@ static KernelInfo align_rows_info(int arch) {
 std::vector<KernelInfo> kernels() {
     std::vector<KernelInfo> list;
     for (const DType dtype : {DType::bf16, DType::fp16}) list.push_back(split_k_info(dtype));
+    for (const DType dtype : {DType::bf16, DType::fp16}) {
+        for (const int rows : RUNTIME_TILE_ROWS) list.push_back(runtime_tile_info(dtype, rows));
+    }
     for (const int arch : {NATIVE, PORTABLE}) list.push_back(align_rows_info(arch));
     for (std::size_t i = 0; i < PORTABLE_CONFIGS; ++i) {
         list.push_back(portable_info(portable_config_at(i)));
@@ -112,7 +134,15 @@ std::vector<KernelInfo> kernels() {
     return list;
 }
 
+static std::vector<double> cost_inputs(const Problem& p, const Choice& choice,
+                                       const DeviceProperties& device) {
+    const LearnedInputs x = learned_inputs(choice, p, device.sm_count,
+                                         cycles_of(choice, p, device.sm_count));
+    return {x.begin(), x.end()};
+}
+
 static const bool registered = register_op("gemm", "gemm", &kernels, &unsupported, &choose) &&
-                               register_candidates("gemm", &candidates);
+                               register_candidates("gemm", &candidates) &&
+                               register_cost_inputs("gemm", &cost_inputs);
 
 }  // namespace thunderkittens::gemm

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "csrc/common/math.h"
+#include "csrc/gemm/dense/runtime_tile.h"
 #include "csrc/gemm/dense/split_k.h"
 
 namespace thunderkittens::gemm {
@@ -49,9 +50,10 @@ constexpr Fit FIT;
 // TMA asks the L2 cache for lines of 128 bytes, of which a row of a box that does not begin at one
 // takes more. So many lines are a row, in the mean, of an operand whose rows begin at multiples of
 // `alignment` bytes.
-inline double lines_of(int64_t alignment) {
-    return 1 + FIT.off_line * (1 - double(std::min<int64_t>(alignment, 128)) / 128);
+inline double off_lines(int64_t alignment) {
+    return 1 - double(std::min<int64_t>(alignment, 128)) / 128;
 }
+inline double lines_of(int64_t alignment) { return 1 + FIT.off_line * off_lines(alignment); }
 
 // How a choice divides a problem: tiles, the blocks that share loads or the k of a tile, the blocks
 // of a cluster, those that an SM holds, and blocks in all.
@@ -67,7 +69,7 @@ inline Tiling tiling_of(const Choice& choice, const Problem& p) {
     const Config& c = choice.config;
     const Schedule& s = choice.schedule;
     Tiling t{.block_m = double(c.block_m), .block_n = double(c.block_n)};
-    if (choice.kernel == Kernel::cluster_tile) {
+    if (choice.kernel == Kernel::cluster_tile || choice.kernel == Kernel::runtime_tile) {
         t.share_m = s.share_m, t.share_n = s.share_n, t.per_sm = s.per_sm;
     }
     t.splits = s.splits;
@@ -83,6 +85,12 @@ inline Tiling tiling_of(const Choice& choice, const Problem& p) {
     }
     t.blocks = choice.kernel == Kernel::split_k ? s.blocks : t.tiles * t.splits;
     return t;
+}
+
+// The SMs that clusters of so many blocks leave work to: of an H200's 132, those of its GPCs.
+inline double sms_for(int cluster, int sm_count) {
+    const int most = cluster >= 5 && cluster < 8 ? 96 : cluster >= 3 ? 120 : 132;
+    return std::max(1, sm_count * most / 132);
 }
 
 inline int64_t k_steps(const Problem& p) { return std::max<int64_t>(1, ceil_div(p.k, BLOCK_K)); }
@@ -178,14 +186,30 @@ inline double longer(double a, double b, double blend) {
     return std::max(a, b) + blend * std::min(a, b);
 }
 
+// A run-time tile in persistent clusters: its products, and its loads through the L2 cache, of which
+// the one or the other is what a step waits for.
+inline double runtime_tile_cycles(const Choice& choice, const Problem& p, int sm_count) {
+    const Tiling t = tiling_of(choice, p);
+    const double waves = std::ceil(t.tiles / choice.schedule.blocks);
+    const double a = (1 + 0.9 * off_lines(p.a_alignment)) * t.block_m / t.share_n,
+                 b = (1 + 0.9 * off_lines(p.b_alignment)) * t.block_n / t.share_m;
+    const double products = 1.05 * t.size() / 32 + 30,
+                 loads = 3.4 * (a + b) * choice.schedule.blocks / sm_count,
+                 arrives = 1.6 * (t.block_m + t.block_n);
+    const double step = std::max({products, loads, arrives});
+    return 3000 + waves * (double(k_steps(p)) * step + 0.07 * t.size() + 700);
+}
+
+// What no kernel is faster than.
+constexpr double LEAST_CYCLES = 1500;
+
 // The cycles that a choice needs.
 inline double cycles_of(const Choice& choice, const Problem& p, int sm_count) {
     if (choice.kernel == Kernel::short_k) return short_k_cycles(choice.config, p, sm_count);
+    if (choice.kernel == Kernel::runtime_tile) return runtime_tile_cycles(choice, p, sm_count);
     const Tiling t = tiling_of(choice, p);
     const bool split_k = choice.kernel == Kernel::split_k;
-    // The SMs that clusters of so many blocks leave work to, of 132.
-    const int most = t.cluster >= 5 && t.cluster < 8 ? 96 : t.cluster >= 3 ? 120 : 132;
-    const double sms = std::max(1, sm_count * most / 132), of_sm = std::ceil(t.blocks / sms);
+    const double sms = sms_for(t.cluster, sm_count), of_sm = std::ceil(t.blocks / sms);
     const double steps = split_k ? std::ceil(double(k_steps(p)) * t.tiles / std::max(1.0, t.blocks))
                                  : of_sm * double(ceil_div(k_steps(p), t.splits));
     const double wait = t.cluster > 2 ? FIT.lockstep : t.cluster == 2 ? FIT.pairs : 1;
@@ -194,8 +218,9 @@ inline double cycles_of(const Choice& choice, const Problem& p, int sm_count) {
     const double both = longer(work, cached, FIT.blend_cached);
     const double at_a_time = std::clamp(t.blocks, 1.0, double(sm_count)),
                  memory = bytes_of(p) / std::min(FIT.memory, FIT.memory_of_sm * at_a_time);
-    return FIT.start + longer(both, memory, FIT.blend_memory) +
-           epilogue_cycles(choice, t, p, std::ceil(of_sm / t.per_sm) - 1) + copy_cycles(p);
+    const double cycles = FIT.start + longer(both, memory, FIT.blend_memory) +
+                          epilogue_cycles(choice, t, p, std::ceil(of_sm / t.per_sm) - 1);
+    return std::max(cycles, LEAST_CYCLES) + copy_cycles(p);
 }
 
 }  // namespace thunderkittens::gemm

@@ -4,6 +4,7 @@
 
 #include "csrc/gemm/common/listed.h"
 #include "csrc/gemm/dense/portable.h"
+#include "csrc/gemm/dense/runtime_tile.h"
 #include "csrc/gemm/dense/single_wave.h"
 #include "csrc/gemm/dense/split_k.h"
 
@@ -22,18 +23,19 @@ inline bool allows(const Choice& choice, const Params& p) {
         case Kernel::single_wave:
         case Kernel::single_wave_64x64: return runs_single_wave(choice.config, p);
         case Kernel::split_k: return runs_split_k(choice.config, p);
+        case Kernel::runtime_tile: return runs_runtime_tile(choice.config, p);
         default: return true;
     }
 }
 
 // What runs where it does not: instead of a single-wave kernel the persistent one of its
-// configuration, or a block for each cluster tile of 64 x 64; instead of the split-K kernel tiles
-// of 128 x 256.
+// configuration, or a block for each cluster tile of 64 x 64; instead of the split-K kernel and of
+// run-time tiles those of 128 x 256.
 inline Choice fallback(Choice choice) {
     const Config& c = choice.config;
-    if (choice.kernel == Kernel::split_k) {
-        choice.config = make_config(tile_shape(128, 256), c.dtype, false, c.b_n_major);
-        choice.schedule.splits = 1;
+    if (choice.kernel == Kernel::split_k || choice.kernel == Kernel::runtime_tile) {
+        choice.config = make_config(tile_shape(128, 256), c.dtype, c.a_m_major, c.b_n_major);
+        choice.schedule.splits = choice.schedule.share_m = choice.schedule.share_n = 1;
     } else if (choice.kernel == Kernel::single_wave_64x64) {
         choice.config =
             cluster_tile_config(CLUSTER_TILE_SHAPES[0], c.dtype, c.a_m_major, c.b_n_major);
@@ -73,9 +75,20 @@ bool launch_kernel(Kernel kernel, const Params& params, Stream stream) {
             break;
         // One kernel for all of its configurations, and one with configurations of its own.
         case Kernel::split_k:
+        case Kernel::runtime_tile:
         case Kernel::portable: break;
     }
     return false;
+}
+
+template <DType dtype>
+bool launch_runtime_tile(const Config& c, const Params& params, Stream stream) {
+    switch (runtime_tile_of(c).rows) {
+        case 64: return launch_runtime_tile<dtype, 64>(c, params, stream), true;
+        case 128: return launch_runtime_tile<dtype, 128>(c, params, stream), true;
+        case 192: return launch_runtime_tile<dtype, 192>(c, params, stream), true;
+        default: return false;
+    }
 }
 
 // Runs a choice that allows the call; false when there is no such kernel. Where the context does
@@ -88,6 +101,11 @@ inline bool launch_choice(const Choice& choice, Params params, const Workspace& 
                                                                : &launch_split_k<DType::fp16>;
         return launch(choice.config, params, workspace, stream) ||
                launch_choice(fallback(choice), params, {}, stream);
+    }
+    if (choice.kernel == Kernel::runtime_tile) {
+        const auto launch = choice.config.dtype == DType::bf16 ? &launch_runtime_tile<DType::bf16>
+                                                               : &launch_runtime_tile<DType::fp16>;
+        return is_runtime_tile(choice.config) && launch(choice.config, params, stream);
     }
     if (choice.kernel == Kernel::portable) {
         if constexpr (BUILDS_PORTABLE) {

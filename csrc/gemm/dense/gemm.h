@@ -71,7 +71,7 @@ struct Schedule {
     bool raster_along_m = false;
     int blocks = 0;  // of the grid, a multiple of splits
     int splits = 1;  // split-K and stream-K: the blocks that share the k of a tile
-    // Cluster tiles: the blocks along m, and along n, whose tiles share loads by multicast.
+    // Cluster and run-time tiles: the blocks along m, and along n, that share loads by multicast.
     int share_m = 1, share_n = 1;
     int per_sm = 1;  // blocks that an SM holds at a time, which divide its shared memory
     // Load b with evict_first where it is read about once: otherwise each of its lines evicts
@@ -88,8 +88,8 @@ struct Schedule {
 };
 
 // The kernel that runs, each that of its file, swap_ab that of swap_ab/dense_sm90.cuh, short_k that
-// of unaligned/short_k_sm90.cuh, and portable that of portable/multistage_sm80.cuh. What a
-// single-wave and the split-K kernel compute, dispatch.h says.
+// of unaligned/short_k_sm90.cuh, and portable that of portable/multistage_sm80.cuh. What the
+// single-wave, the split-K and the run-time tile kernels compute, dispatch.h says.
 enum class Kernel : int {
     persistent,
     single_wave,
@@ -98,12 +98,14 @@ enum class Kernel : int {
     cluster_tile,
     swap_ab,
     short_k,
-    portable
+    portable,
+    runtime_tile
 };
+constexpr int KERNELS = 9;
 constexpr const char* strategy_name(Kernel kernel) {
-    constexpr const char* names[] = {"persistent", "single_wave",  "single_wave_64x64",
-                                     "split_k",    "cluster_tile", "swap_ab",
-                                     "short_k",    "portable",     nullptr};
+    constexpr const char* names[] = {"persistent",   "single_wave", "single_wave_64x64", "split_k",
+                                     "cluster_tile", "swap_ab",     "short_k",           "portable",
+                                     "runtime_tile", nullptr};
     return names[static_cast<int>(kernel)];
 }
 
