@@ -97,7 +97,8 @@ def test_what_its_store_cannot_write_runs_elsewhere():
 
 
 def test_which_products_choose_it():
-    """Long ones whose rows begin off the lines of the L2 cache."""
+    """Long ones without an epilogue, of rows that TMA stores; the larger off the lines of the L2
+    cache share loads over clusters."""
     rows = {"a_m_major": False, "b_n_major": False, "a_alignment": 16, "b_alignment": 16}
     large = choose(5955, 3720, 2104, **rows)
     assert large["strategy"] == "runtime_tile"
@@ -105,7 +106,7 @@ def test_which_products_choose_it():
     tiles = -(-5955 // large["block_m"]) * -(-3720 // large["block_n"])
     assert large["blocks"] <= 132
     assert tiles > 132
-    for problem in ((850, 1072, 512), (128, 128, 64), (5955, 3724, 2104)):
+    for problem in ((128, 128, 64), (5955, 3724, 2104)):
         assert choose(*problem, **rows)["strategy"] != "runtime_tile"
     assert choose(5955, 3720, 2104, fused=True, **rows)["strategy"] != "runtime_tile"
     problem = {"m": 5955, "n": 3720, "k": 2104, "batch": 1, **rows}

@@ -188,7 +188,7 @@ def regret(time_us: Tensor, expected: Tensor, product: Tensor) -> Tensor:
     return torch.stack(result)
 
 
-def fit(paths: Sequence[Path], epochs: int) -> None:
+def fit(paths: Sequence[Path], epochs: int, output: Path) -> None:
     lines = [json.loads(line) for path in paths for line in path.open()]
     rows, times, products, weights = [], [], [], []
     for index, line in enumerate(lines):
@@ -207,7 +207,7 @@ def fit(paths: Sequence[Path], epochs: int) -> None:
         found = regret(time_us[held_out], expected[held_out], product[held_out])
         print(f"{name}: the best time is {mean(found):.4f} of the choice's, at least", end=" ")
         print(f"{float(found.min()):.3f}, of {len(found)} products that are held out", flush=True)
-    write(fitted(x, y, weight, epochs), len(lines), len(y))
+    write(fitted(x, y, weight, epochs), len(lines), len(y), output)
 
 
 def mean(ratios: Tensor) -> float:
@@ -247,7 +247,7 @@ def literal(x: float) -> str:
     return text + ("f" if "." in text or "e" in text else ".0f")
 
 
-def write(model: Perceptron, products: int, samples: int) -> None:
+def write(model: Perceptron, products: int, samples: int, output: Path) -> None:
     """The header, with mean and deviation in the weights of the first layer."""
     first, second, last = (cast(nn.Linear, layer) for layer in model.layers)
     weight_1 = first.weight / model.deviation
@@ -261,7 +261,7 @@ def write(model: Perceptron, products: int, samples: int) -> None:
         text = ", ".join(literal(x) for x in value.flatten().tolist())
         fields.append(textwrap.fill(f".{name} = {{{text}}},", 96, initial_indent="    ",
                                     subsequent_indent="        "))  # fmt: skip
-    WEIGHTS.write_text(HEADER.format(
+    output.write_text(HEADER.format(
         products=products, samples=samples, inputs=len(model.mean), hidden=HIDDEN,
         values="\n".join(fields)))  # fmt: skip
 
@@ -275,12 +275,13 @@ def main() -> None:
     timing.add_argument("--shapes", type=int, default=1500)
     fitting = commands.add_parser("fit", help="fits to such timings, and writes the weights")
     fitting.add_argument("paths", type=Path, nargs="+")
-    fitting.add_argument("--epochs", type=int, default=100)
+    fitting.add_argument("--epochs", type=int, default=80)
+    fitting.add_argument("--output", type=Path, default=WEIGHTS)
     options = parser.parse_args()
     if options.command == "time":
         time_choices(options.path, options.seed, options.shapes)
     else:
-        fit(options.paths, options.epochs)
+        fit(options.paths, options.epochs, options.output)
 
 
 if __name__ == "__main__":

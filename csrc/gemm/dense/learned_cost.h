@@ -51,7 +51,7 @@ inline LearnedInputs learned_inputs(const Choice& choice, const Problem& p, int 
         log(t.block_n),
         log(m),
         log(n),
-        log(double(p.k)),
+        log(std::max(1.0, double(p.k))),
         log(double(p.batch)),
         log(t.tiles * t.size() / (double(p.batch) * m * n)),
         log(std::max(1.0, at_a_time / (columns * t.share_m))),
