@@ -268,8 +268,9 @@ Tensor attention_paged_body(const Backend<Tensor>& on, const Tensor& q_in, const
     }
     params.parts = choice.parts;
     const ScheduleShape shape = schedule_shape(p, choice.parts);
-    // One allocation, as each takes host time: a schedule of the call's own, then partial results.
-    const int64_t own_ints = options.schedule ? 0 : shape.ints();
+    // One allocation, as each takes host time: a schedule of the call's own, then partial results,
+    // which begin with a line of 128 bytes.
+    const int64_t own_ints = options.schedule ? 0 : round_up(shape.ints(), 32);
     const int64_t partial_rows = shape.slots * p.tile_rows();
     Tensor workspace = empty({own_ints + partial_rows * (p.value_dim + 1)}, DType::int32, q_in);
     params.partial_out = data_as<float>(workspace) + own_ints;
