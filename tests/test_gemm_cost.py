@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from test_gemm_kernels import H200
 from thunderkittens import _C
 

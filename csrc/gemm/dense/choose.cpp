@@ -8,8 +8,8 @@
 #include "csrc/gemm/common/balanced_tiles.h"
 #include "csrc/gemm/common/latest_choices.h"
 #include "csrc/gemm/common/limits.h"
-#include "csrc/gemm/dense/learned_cost.h"
 #include "csrc/gemm/dense/dispatch.h"
+#include "csrc/gemm/dense/learned_cost.h"
 #include "csrc/gemm/dense/portable.h"
 
 namespace thunderkittens::gemm {
@@ -331,9 +331,9 @@ Choice cheapest(const Problem& p, const DeviceProperties& device, bool simple = 
     double shortest = std::numeric_limits<double>::infinity();
     for (const Candidate& candidate : found) {
         if (candidate.cycles > NEAR * of_kind(candidate.choice) + MORE) continue;
-        const double cycles = candidate.cycles * learned_factor(learned_inputs(
-                                                     candidate.choice, p, sm_count,
-                                                     candidate.cycles));
+        const double cycles =
+            candidate.cycles *
+            learned_factor(learned_inputs(candidate.choice, p, sm_count, candidate.cycles));
         if (cycles < shortest) best = &candidate, shortest = cycles;
     }
     return best == nullptr ? Choice{} : best->choice;

@@ -136,8 +136,8 @@ std::vector<KernelInfo> kernels() {
 
 static std::vector<double> cost_inputs(const Problem& p, const Choice& choice,
                                        const DeviceProperties& device) {
-    const LearnedInputs x = learned_inputs(choice, p, device.sm_count,
-                                         cycles_of(choice, p, device.sm_count));
+    const LearnedInputs x =
+        learned_inputs(choice, p, device.sm_count, cycles_of(choice, p, device.sm_count));
     return {x.begin(), x.end()};
 }
 

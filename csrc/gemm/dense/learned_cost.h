@@ -18,7 +18,7 @@ namespace thunderkittens::gemm {
 using LearnedInputs = std::array<float, COST_INPUTS>;
 
 inline LearnedInputs learned_inputs(const Choice& choice, const Problem& p, int sm_count,
-                                  double cycles) {
+                                    double cycles) {
     const Config& c = choice.config;
     const Schedule& s = choice.schedule;
     const Tiling t = tiling_of(choice, p);
