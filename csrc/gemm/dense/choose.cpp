@@ -205,7 +205,8 @@ void add_split_k(const Problem& p, const DeviceProperties& device, Add&& add) {
     }
 }
 
-// Of short products the start of the kernel, with its many loops, takes more than balance brings.
+// Where all rows begin at lines of the L2 cache they are no faster than what there is. Of short
+// products the start of the kernel, with its many loops, takes more than balance brings.
 constexpr double LEAST_RUNTIME_TILE_CYCLES = 20000;
 
 // A run-time tile in every cluster.
@@ -242,7 +243,8 @@ void add_runtime_tile(const RuntimeTile& tile, bool swap_ab, const Problem& p, i
 // Every size of a run-time tile, as wide as so many of them in a row need it.
 template <typename Add>
 void add_runtime_tiles(const Problem& p, const DeviceProperties& device, Add&& add) {
-    if (p.fused || p.n % 8 != 0 || p.out_dtype != p.dtype) return;
+    const bool off_lines = std::min(p.a_alignment, p.b_alignment) < 128;
+    if (!off_lines || p.fused || p.batch > 1 || p.n % 8 != 0 || p.out_dtype != p.dtype) return;
     const int sm_count = std::max(1, device.sm_count);
     for (const bool swap_ab : {false, true}) {
         const int64_t along = swap_ab ? p.m : p.n;
@@ -331,9 +333,7 @@ Choice cheapest(const Problem& p, const DeviceProperties& device, bool simple = 
     double shortest = std::numeric_limits<double>::infinity();
     for (const Candidate& candidate : found) {
         if (candidate.cycles > NEAR * of_kind(candidate.choice) + MORE) continue;
-        const double cycles =
-            candidate.cycles *
-            learned_factor(learned_inputs(candidate.choice, p, sm_count, candidate.cycles));
+        const double cycles = expected_cycles(candidate.choice, p, sm_count, candidate.cycles);
         if (cycles < shortest) best = &candidate, shortest = cycles;
     }
     return best == nullptr ? Choice{} : best->choice;

@@ -80,6 +80,9 @@ inline LearnedInputs learned_inputs(const Choice& choice, const Problem& p, int 
     return x;
 }
 
+// Whether products such as this were timed: not batches, and not few rows with an epilogue.
+inline bool is_learned(const Problem& p) { return p.batch == 1 && !(p.fused && p.m <= 64); }
+
 // The factor, within what the timings that it was learned from have shown.
 inline double learned_factor(LearnedInputs x) {
     const LearnedCost& net = LEARNED_COST;
@@ -98,8 +101,8 @@ inline double learned_factor(LearnedInputs x) {
     return std::exp2(std::clamp(result, -1.5f, 1.5f));
 }
 
-inline double expected_cycles(const Choice& choice, const Problem& p, int sm_count) {
-    const double cycles = cycles_of(choice, p, sm_count);
+inline double expected_cycles(const Choice& choice, const Problem& p, int sm_count, double cycles) {
+    if (!is_learned(p)) return cycles;
     return cycles * learned_factor(learned_inputs(choice, p, sm_count, cycles));
 }
 
