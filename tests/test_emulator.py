@@ -30,7 +30,7 @@ def integers(*shape: int, dtype: torch.dtype, limit: int = 4) -> torch.Tensor:
 
 # ---- gemm; kernels for one tile per block have files of their own, test_gemm_*.py ----
 
-OTHERS = "portable|swap_ab|fused|split_k|align_rows|_cluster|short_k|64x64_single_wave"
+OTHERS = "portable|swap_ab|fused|split_k|align_rows|_cluster|short_k|64x64_single_wave|runtime"
 TILE = ("block_m", "block_n", "stages", "consumers")
 TILES = sorted(
     {

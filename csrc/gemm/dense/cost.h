@@ -186,8 +186,8 @@ inline double longer(double a, double b, double blend) {
     return std::max(a, b) + blend * std::min(a, b);
 }
 
-// A run-time tile in persistent clusters: a step waits for its products, or for its loads through the
-// L2 cache.
+// A run-time tile in persistent clusters: a step waits for its products, or for its loads, which
+// come through the L2 cache.
 inline double runtime_tile_cycles(const Choice& choice, const Problem& p, int sm_count) {
     const Tiling t = tiling_of(choice, p);
     const double waves = std::ceil(t.tiles / choice.schedule.blocks);
