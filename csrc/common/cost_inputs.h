@@ -26,7 +26,8 @@ bool register_cost_inputs(const std::string& op,
     cost_inputs_of_ops()[op] = [=](const Fields& problem, const Fields& fields,
                                    const DeviceProperties& device) {
         Choice choice;
-        TK_CHECK(detail::force_fields(choice, fields), op, ": a forced field is none of the choice's");
+        TK_CHECK(detail::force_fields(choice, fields), op,
+                 ": a forced field is none of the choice's");
         return inputs(detail::struct_from<Problem>(op, problem), choice, device);
     };
     return true;
