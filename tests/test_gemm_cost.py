@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from test_gemm_kernels import H200
 from thunderkittens import _C
@@ -42,6 +44,37 @@ def test_inputs_of_every_candidate(size):
         assert all(math.isfinite(v) for x in inputs for v in x)
         # Exactly one kernel.
         assert all(sum(x[-9:]) == 1 for x in inputs)
+
+
+@pytest.fixture
+def tool():
+    path = ROOT / "tools/fit_gemm_cost.py"
+    spec = importlib.util.spec_from_file_location("fit_gemm_cost", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_time(tool, monkeypatch, tmp_path):
+    """A line for each product, with the choice and others, each forced while it is timed; on a CPU,
+    where force does nothing."""
+    forces = []
+    case = min(tool.drawn(seed=3, count=40), key=lambda case: case.flops)
+    monkeypatch.setattr(tool, "drawn", lambda seed, count: [case] * count)
+    monkeypatch.setattr(
+        tool.forced, "library_function", lambda: lambda *x: forces.append(x) or True
+    )
+    tool.time_choices(tmp_path / "samples.jsonl", seed=1, shapes=2, device=torch.device("cpu"))
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()]
+    assert [line["problem"] for line in lines] == [case.parameters["problem"]] * 2
+    chosen = fields(_C.choose("gemm", lines[0]["problem"], H200))
+    for line in lines:
+        choices = [choice for choice, _ in line["samples"]]
+        assert choices[0] == chosen
+        assert len(choices) > 5
+        assert all(us > 0 for _, us in line["samples"])
+        texts = {x[1].decode() for x in forces}
+        assert all(tool.forced.text_of(choice) in texts for choice in choices)
 
 
 def test_fit(tmp_path):

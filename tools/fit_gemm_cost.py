@@ -5,9 +5,9 @@
 
 `time` draws products, as `bench gemm --shapes drawn` does, and runs of each the choice, the choices
 that the model expects to be the shortest, and others at random, because a fit to those that looked
-good alone takes what was never timed. A CUDA graph calls the op on rotating operands, larger
-together than the L2 cache; graphs are replayed in random order, and a time is a median. A line of
-the file is a product: its problem, the epilogue, and choices with microseconds.
+good alone takes what was never timed. They are checked and timed as the bench does by its protocol
+`stream`. A line of the file is a product: its problem, choices with microseconds, and, if it is to
+count for more than one, its `weight`.
 
 `fit` writes csrc/gemm/dense/learned_cost_weights.h: a perceptron of two hidden layers, whose inputs
 csrc/gemm/dense/learned_cost.h computes, and whose result is the binary logarithm of a choice's time
@@ -19,14 +19,13 @@ others.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import math
 import random
+import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,18 +35,23 @@ from torch import Tensor, nn
 
 import thunderkittens as tk
 from thunderkittens import _load
-from thunderkittens.bench import forced
+from thunderkittens.bench import compare, forced
 from thunderkittens.bench.cases import Case
 from thunderkittens.bench.drawn import Draw
-from thunderkittens.bench.stream import copies_for
+from thunderkittens.bench.regret import medians
+from thunderkittens.bench.stream import STREAM, make_timer
 from thunderkittens.bench.suites import gemm as suite
 from thunderkittens.info import EXAMPLE_GPU
 
 ROOT = Path(__file__).resolve().parents[1]
 WEIGHTS = ROOT / "csrc/gemm/dense/learned_cost_weights.h"
-HIDDEN = (32, 16)
+VALUES = "constexpr LearnedCost LEARNED_COST = {\n"
+#: The header above the values, but for its first line, and the layers that it declares.
+DECLARED = WEIGHTS.read_text().partition(VALUES)[0].split("\n", 1)[1]
+INPUTS, *HIDDEN = (int(x) for x in re.findall(r"COST_[A-Z0-9_]+ = (\d+)", DECLARED))
 CYCLES_PER_US = 1755  # of the clock that the model's constants are of
-LIKELY, RANDOM, ROUNDS = 12, 12, 5  # choices of a product; replays of each
+LIKELY, RANDOM = 12, 12  # choices of a product
+ROUNDS, SECONDS = 5, 0.02  # of each
 NOT_A_FIELD = ("kernel", "dtype", "a_m_major", "b_n_major")
 
 
@@ -81,63 +85,25 @@ def selected(problem: dict[str, Any], rng: random.Random) -> list[dict[str, Any]
     return [chosen, *(others[i] for i in picked)]
 
 
-def captured(calls: Sequence[Callable[[], Any]], count: int) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    kept: list[Any] = [None] * len(calls)
-    with torch.cuda.graph(graph):
-        for index in range(count):
-            kept[index % len(calls)] = calls[index % len(calls)]()
-    return graph
-
-
-def timed(case: Case, choices: Sequence[dict[str, Any]], rng: random.Random) -> list[float]:
-    """Microseconds of each; NaN for one that fails, or whose result is not that of the first."""
-    device = torch.device("cuda")
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    copies = copies_for(case.bytes, cache, case.bytes, 3e9)
-    generator = torch.Generator(device).manual_seed(0)
-    calls = [partial(tk.gemm, **case.make_inputs(device, generator)) for _ in range(copies)]
-    least_us = max(2.0, case.flops / 7e8, case.bytes / 4.2e6)
-    count = copies * max(1, math.ceil(240 / (least_us * copies)))
-    graphs: dict[int, torch.cuda.CUDAGraph] = {}
-    reference: Tensor | None = None
-    force = forced.library_function()
-    for index, choice in enumerate(choices):
-        with forced.forced(force, "gemm", forced.text_of(choice)):
-            result = calls[0]().float()
-            reference = result if reference is None else reference
-            if (result - reference).norm() <= 0.02 * reference.norm():
-                graphs[index] = captured(calls, count)
-    order = [index for index in graphs for _ in range(ROUNDS)]
-    rng.shuffle(order)
-    marks: dict[int, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {i: [] for i in graphs}
-    for index in [*graphs, *order]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graphs[index].replay()
-        end.record()
-        marks[index].append((start, end))
-    torch.cuda.synchronize()
-    result_us = [math.nan] * len(choices)
-    for index, (_, *events) in marks.items():
-        result_us[index] = float(np.median([s.elapsed_time(e) for s, e in events])) * 1e3 / count
-    return result_us
-
-
-def time_choices(path: Path, seed: int, shapes: int) -> None:
-    rng = random.Random(seed)
+def time_choices(path: Path, seed: int, shapes: int, device: torch.device) -> None:
+    rng, timer, force = random.Random(seed), make_timer(device, STREAM), forced.library_function()
     with path.open("w") as file:
         for case in drawn(seed, shapes):
             problem = dict(case.parameters["problem"])
-            choices = selected(problem, rng)
+            choices = dict(zip(forced.labels(found := selected(problem, rng)), found, strict=True))
+            variants = {
+                name: forced.forcing(tk.gemm, "gemm", fields, force)
+                for name, fields in choices.items()
+            }
+            (measured,) = compare(
+                [case], variants, timer=timer, repetitions=ROUNDS, seconds=SECONDS, seed=seed
+            )
             samples = [
-                [{key: x for key, x in choice.items() if key not in NOT_A_FIELD}, us]
-                for choice, us in zip(choices, timed(case, choices, rng), strict=True)
-                if us == us
+                [{key: x for key, x in choices[name].items() if key not in NOT_A_FIELD}, us]
+                for name, us in medians(measured).items()
             ]
             file.write(json.dumps({"problem": problem, "samples": samples}) + "\n")
-            print(case.name, len(samples), f"{samples[0][1]:.2f} us", flush=True)
-            gc.collect()
+            print(case.name, len(samples), flush=True)
 
 
 # The fit.
@@ -149,7 +115,7 @@ class Perceptron(nn.Module):
     def __init__(self, least: Tensor, most: Tensor, mean: Tensor, deviation: Tensor) -> None:
         super().__init__()
         self.least, self.most, self.mean, self.deviation = least, most, mean, deviation
-        sizes = (len(mean), *HIDDEN, 1)
+        sizes = (INPUTS, *HIDDEN, 1)
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -214,34 +180,6 @@ def mean(ratios: Tensor) -> float:
     return float(ratios.log().mean().exp())
 
 
-HEADER = """\
-// Written by tools/fit_gemm_cost.py: fitted to {samples} timings of choices of {products} products.
-// clang-format off
-#pragma once
-
-#include <array>
-
-namespace thunderkittens::gemm {{
-
-constexpr int COST_INPUTS = {inputs}, COST_HIDDEN_1 = {hidden[0]}, COST_HIDDEN_2 = {hidden[1]};
-struct LearnedCost {{
-    // The range of the inputs that the weights are fitted to.
-    std::array<float, COST_INPUTS> least, most;
-    std::array<std::array<float, COST_HIDDEN_1>, COST_INPUTS> weight_1;
-    std::array<float, COST_HIDDEN_1> bias_1;
-    std::array<std::array<float, COST_HIDDEN_2>, COST_HIDDEN_1> weight_2;
-    std::array<float, COST_HIDDEN_2> bias_2;
-    std::array<float, COST_HIDDEN_2> weight_3;
-    float bias_3;
-}};
-constexpr LearnedCost LEARNED_COST = {{
-{values}
-}};
-
-}}  // namespace thunderkittens::gemm
-"""
-
-
 def literal(x: float) -> str:
     text = f"{x:.5g}"
     return text + ("f" if "." in text or "e" in text else ".0f")
@@ -261,9 +199,10 @@ def write(model: Perceptron, products: int, samples: int, output: Path) -> None:
         text = ", ".join(literal(x) for x in value.flatten().tolist())
         fields.append(textwrap.fill(f".{name} = {{{text}}},", 96, initial_indent="    ",
                                     subsequent_indent="        "))  # fmt: skip
-    output.write_text(HEADER.format(
-        products=products, samples=samples, inputs=len(model.mean), hidden=HIDDEN,
-        values="\n".join(fields)))  # fmt: skip
+    counts = f"{samples} timings of choices of {products} products"
+    first_line = f"// Written by tools/fit_gemm_cost.py: fitted to {counts}.\n"
+    end = "\n};\n\n}  // namespace thunderkittens::gemm\n"
+    output.write_text(first_line + DECLARED + VALUES + "\n".join(fields) + end)
 
 
 def main() -> None:
@@ -279,7 +218,7 @@ def main() -> None:
     fitting.add_argument("--output", type=Path, default=WEIGHTS)
     options = parser.parse_args()
     if options.command == "time":
-        time_choices(options.path, options.seed, options.shapes)
+        time_choices(options.path, options.seed, options.shapes, torch.device("cuda"))
     else:
         fit(options.paths, options.epochs, options.output)
 

@@ -223,8 +223,7 @@ void add_runtime_tile(const RuntimeTile& tile, bool swap_ab, const Problem& p, i
         for (int along = 1; along <= MOST_RUNTIME_SHARE && along <= columns; along *= 2) {
             const int cluster = down * along;
             if (cluster > MAX_CLUSTER_BLOCKS) continue;
-            // The SMs that clusters of so many blocks leave work to, of 132.
-            const int sms = cluster > 2 ? sm_count * 120 / 132 : sm_count;
+            const int sms = static_cast<int>(sms_for(cluster, sm_count));
             const int64_t clusters_down = ceil_div(rows, down),
                           all = p.batch * clusters_down * ceil_div(columns, along),
                           at_a_time = std::max(1, sms / cluster), waves = ceil_div(all, at_a_time);

@@ -47,12 +47,12 @@ struct Fit {
 };
 constexpr Fit FIT;
 
-// TMA asks the L2 cache for lines of 128 bytes, of which a row of a box that does not begin at one
-// takes more. So many lines are a row, in the mean, of an operand whose rows begin at multiples of
-// `alignment` bytes.
+// How far off the lines of 128 bytes rows begin that begin at multiples of `alignment` bytes.
 inline double off_lines(int64_t alignment) {
     return 1 - double(std::min<int64_t>(alignment, 128)) / 128;
 }
+// TMA asks the L2 cache for these lines, of which a row of a box that does not begin at one takes
+// more. So many are a row, in the mean.
 inline double lines_of(int64_t alignment) { return 1 + FIT.off_line * off_lines(alignment); }
 
 // How a choice divides a problem: tiles, the blocks that share loads or the k of a tile, the blocks

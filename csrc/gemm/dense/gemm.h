@@ -101,7 +101,7 @@ enum class Kernel : int {
     portable,
     runtime_tile
 };
-constexpr int KERNELS = 9;
+constexpr int KERNELS = static_cast<int>(Kernel::runtime_tile) + 1;
 constexpr const char* strategy_name(Kernel kernel) {
     constexpr const char* names[] = {"persistent",   "single_wave", "single_wave_64x64", "split_k",
                                      "cluster_tile", "swap_ab",     "short_k",           "portable",
